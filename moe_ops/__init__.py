@@ -1,0 +1,38 @@
+"""Mixture-of-experts stages as PyTorch operators: `torch.ops.moe_ops.*`.
+
+Importing the package registers the ops: schemas, fake kernels, the native libraries that were built, Triton and NPU kernels,
+autograd rules. None of the backends is needed to import it; what is missing and why is in `python -m moe_ops info`.
+"""
+
+from moe_ops import _register, autograd
+from moe_ops._version import __version__
+
+_register.define()
+_register.register_fakes()
+_register.register_kernels(_register.load_native())
+autograd.register()
+
+from moe_ops.ops import (  # noqa: E402  (the ops must exist before the functions that call them)
+    cpu_moe_submit,
+    cpu_moe_sync,
+    ep_remap,
+    fused_mxfp4_moe,
+    fused_mxfp4_moe_out,
+    route_metadata,
+    topk_permute,
+    topk_permute_out,
+    topk_unpermute,
+)
+
+__all__ = [
+    "__version__",
+    "cpu_moe_submit",
+    "cpu_moe_sync",
+    "ep_remap",
+    "fused_mxfp4_moe",
+    "fused_mxfp4_moe_out",
+    "route_metadata",
+    "topk_permute",
+    "topk_permute_out",
+    "topk_unpermute",
+]

@@ -1,0 +1,20 @@
+"""Autograd rules, one file per differentiable op. Importing the package's modules registers nothing; `register` does."""
+
+from __future__ import annotations
+
+from moe_ops.autograd import ep_remap, fused_mxfp4_moe, topk_permute, topk_unpermute
+from moe_ops.autograd._rule import refuse_gradient
+
+
+def register() -> None:
+    topk_permute.register()
+    topk_unpermute.register()
+    fused_mxfp4_moe.register()
+    ep_remap.register()
+    refuse_gradient("topk_permute_out", ("hidden_states",), "use topk_permute where a gradient is needed")
+    refuse_gradient(
+        "fused_mxfp4_moe_out", ("hidden_states", "topk_weights"), "use fused_mxfp4_moe where a gradient is needed"
+    )
+    once = "second derivatives are not defined"
+    refuse_gradient("topk_unpermute_backward", ("grad_output", "permuted_hidden_states", "topk_weights"), once)
+    refuse_gradient("fused_mxfp4_moe_backward", ("grad_output", "hidden_states", "topk_weights"), once)
