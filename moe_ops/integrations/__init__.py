@@ -1,0 +1,7 @@
+"""What connects the operators to files and frameworks. Nothing else in the package imports from here.
+
+- `checkpoints`: MXFP4 expert weights in safetensors files, under the names that published models use.
+- `gguf`: MXFP4 expert weights in GGUF files.
+- `dense`: cut a dense SwiGLU layer into experts.
+- `transformers`: the experts implementation "moe_ops" of the transformers library.
+"""
