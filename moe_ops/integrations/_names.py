@@ -1,8 +1,8 @@
 """How published checkpoints name and lay out MXFP4 expert weights.
 
-A scheme knows the names of one layer's tensors and how to get one expert's part of them. Everything it returns is in this
-package's form: uint8 codes with the even element in the low nibble, uint8 E8M0 scales, rows in the order that `w13_layout`
-says.
+A scheme knows the names of one layer's tensors and how to get one expert's part of them. Everything it returns is in
+this package's form: uint8 codes with the even element in the low nibble, uint8 E8M0 scales, rows in the order that
+`w13_layout` says.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class OneExpert(NamedTuple):
 
 
 class Scheme(Protocol):
-    name: str
-    w13_layout: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def w13_layout(self) -> str: ...
 
     def layers(self, names: Iterable[str]) -> dict[str, int]:
         """Prefix of every layer that has all the tensors of this scheme -> its number of experts (0: ask the file)."""

@@ -1,7 +1,7 @@
 """MXFP4 expert weights in safetensors checkpoints.
 
-Reading understands the names of gpt-oss, DeepSeek-V4, compressed-tensors and ModelOpt; writing uses those of gpt-oss. Experts are
-read one at a time into their place, so that peak memory is the wanted weights plus one expert.
+Reading understands the names of gpt-oss, DeepSeek-V4, compressed-tensors and ModelOpt; writing uses those of gpt-oss.
+Experts are read one at a time into their place, so that peak memory is the wanted weights plus one expert.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _fill(
                 filled[name] = torch.empty((len(slots), *part.shape), dtype=part.dtype, device=device)
             if name not in filled or filled[name].shape[1:] != part.shape:
                 raise ValueError(
-                    f"load_experts: {name} must have the same shape for every expert, got {list(part.shape)} for {expert}"
+                    f"load_experts: {name} must have one shape for all experts, got {list(part.shape)} for {expert}"
                 )
             filled[name][slot].copy_(part)
         if progress is not None:
@@ -216,7 +216,7 @@ def _fill(
 
 
 def _check_expert(expert: int, one: OneExpert) -> None:
-    rows, half_hidden = one.w13.shape
+    rows = one.w13.shape[0]
     hidden, half_intermediate = one.w2.shape
     expected = {
         "w13": [4 * half_intermediate, hidden // 2],

@@ -1,8 +1,8 @@
 """MXFP4 expert weights in GGUF files.
 
 A GGUF block of 32 elements is 17 bytes: the scale, then 16 bytes of which byte i holds element i in its low nibble and
-element i + 16 in its high one. The table of values there is doubled and the scale halved, so a byte of scale means the same
-power of two as here, but for 255: GGUF reads it as 2^128, which no E8M0 byte can say.
+element i + 16 in its high one. The table of values there is doubled and the scale halved, so a byte of scale means the
+same power of two as here, but for 255: GGUF reads it as 2^128, which no E8M0 byte can say.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def pack_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class GgufFile:
-    """MXFP4 experts of a GGUF file (needs the `gguf` package): layers are numbers, tensors `blk.N.ffn_{gate,up,down}_exps`."""
+    """MXFP4 experts of a GGUF file, read with the `gguf` package.
+
+    Layers are numbers; the tensors of layer N are `blk.N.ffn_{gate,up,down}_exps`.
+    """
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -66,7 +69,9 @@ class GgufFile:
         found = []
         for name in self._tensors:
             match = re.fullmatch(r"blk\.(\d+)\.ffn_down_exps\.weight", name)
-            if match and all(self._is_mxfp4(f"blk.{match[1]}.ffn_{part}_exps.weight") for part in ("gate", "up", "down")):
+            if match and all(
+                self._is_mxfp4(f"blk.{match[1]}.ffn_{part}_exps.weight") for part in ("gate", "up", "down")
+            ):
                 found.append(int(match[1]))
         return sorted(found)
 

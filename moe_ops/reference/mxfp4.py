@@ -43,7 +43,24 @@ def dequantize_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return exact.to(torch.float32).flatten(-2).to(dtype)
 
 
-def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes of float64 [..., 32] under scale bytes [...]: nearest value, ties to the even code, saturating at 6."""
+    scaled = torch.ldexp(blocks.abs(), (E8M0_BIAS - scale).unsqueeze(-1))
+    # Midpoints between neighbouring magnitudes; at a tie the even code is the lower one for codes 0, 2, 4 and 6.
+    code = torch.zeros(scaled.shape, dtype=torch.uint8, device=blocks.device)
+    for lower, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        above = scaled > midpoint if lower % 2 == 0 else scaled >= midpoint
+        code = code + above.to(torch.uint8)
+    return code | (torch.signbit(blocks).to(torch.uint8) << 3)
+
+
+def _squared_error(blocks: torch.Tensor, code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=blocks.device)
+    decoded = torch.ldexp(table[code.to(torch.int64)], (scale - E8M0_BIAS).unsqueeze(-1))
+    return (decoded - blocks).square().sum(dim=-1)
+
+
+def quantize_mxfp4(values: torch.Tensor, *, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise along the last dimension, whose length is a multiple of 32.
 
     The scale of a block is 2^(floor(log2(amax)) - 2), as in section 6.3 of the OCP specification, clamped to the E8M0
@@ -51,6 +68,8 @@ def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     NaN or an infinity gets scale byte 255.
 
     values: [..., n] float.
+    search: take twice that scale for the blocks where it gives the smaller squared error (those whose largest element
+            would saturate far above 6); about a tenth less squared error on Gaussian weights.
     Returns (codes [..., n / 2] uint8, scales [..., n / 32] uint8).
     """
     if values.shape[-1] % BLOCK:
@@ -61,14 +80,13 @@ def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     _, exponent = torch.frexp(torch.where(finite, amax, torch.ones_like(amax)))  # amax = m * 2^exponent, m in [0.5, 1)
     scale = (exponent.to(torch.int32) - 1 - E2M1_MAX_EXPONENT + E8M0_BIAS).clamp(0, E8M0_NAN - 1)
     scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
-    scaled = torch.ldexp(blocks.abs(), (E8M0_BIAS - scale).unsqueeze(-1))
-    # Midpoints between neighbouring magnitudes; at a tie the even code is the lower one for codes 0, 2, 4 and 6.
-    midpoints = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float64, device=values.device)
-    code = torch.zeros(scaled.shape, dtype=torch.uint8, device=values.device)
-    for lower, midpoint in enumerate(midpoints):
-        above = scaled > midpoint if lower % 2 == 0 else scaled >= midpoint
-        code = code + above.to(torch.uint8)
-    code = code | (torch.signbit(blocks).to(torch.uint8) << 3)
+    code = _encode(blocks, scale)
+    if search:
+        doubled = (scale + 1).clamp(max=E8M0_NAN - 1)
+        coarser = _encode(blocks, doubled)
+        better = _squared_error(blocks, coarser, doubled) < _squared_error(blocks, code, scale)
+        code = torch.where(better.unsqueeze(-1), coarser, code)
+        scale = torch.where(better, doubled, scale)
     code = torch.where(finite.unsqueeze(-1), code, torch.zeros_like(code)).flatten(-2)
     packed = code[..., 0::2] | (code[..., 1::2] << 4)
     scales = torch.where(finite, scale, torch.full_like(scale, E8M0_NAN)).to(torch.uint8)
