@@ -1,7 +1,8 @@
 """Mixture-of-experts stages as PyTorch operators: `torch.ops.moe_ops.*`.
 
-Importing the package registers the ops: schemas, fake kernels, the native libraries that were built, Triton and NPU kernels,
-autograd rules. None of the backends is needed to import it; what is missing and why is in `python -m moe_ops info`.
+Importing the package registers the ops: schemas, fake kernels, the native libraries that were built, Triton and NPU
+kernels, autograd rules. None of the backends is needed to import it; what is missing and why is in `python -m moe_ops
+info`.
 """
 
 from moe_ops import _register, autograd

@@ -1,7 +1,7 @@
 """Registration: schemas, fakes, native libraries and Python kernels, from the table in schema.py.
 
-A kernel that cannot be had here (no compiler at installation, no Triton) is replaced by one that raises a RuntimeError with
-the reason, so that the package always imports and a missing backend is always a clear error.
+A kernel that cannot be had here (no compiler at installation, no Triton) is replaced by one that raises a RuntimeError
+with the reason, so that the package always imports and a missing backend is always a clear error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The public functions: what each op computes, with shapes, dtypes and errors. They only call `torch.ops.moe_ops`.
 
-T tokens, K top-k, H hidden size, I intermediate size, E experts, R expert-parallel ranks. Everywhere: an expert id outside
-[0, E), -1 as well as E and above, means "no expert"; sums are float32 and rounded once; every argument error is a ValueError
-of the form `<op>: <argument> must be <expected>, got <actual>`; T = 0 is legal.
+T tokens, K top-k, H hidden size, I intermediate size, E experts, R expert-parallel ranks. Everywhere: an expert id
+outside [0, E), -1 as well as E and above, means "no expert"; sums are float32 and rounded once; every argument error
+is a ValueError of the form `<op>: <argument> must be <expected>, got <actual>`; T = 0 is legal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def topk_permute(
         after: ticket of a `cpu_moe_submit` that must have been issued before this op.
 
     Returns:
-        permuted_hidden_states: [T * K, H] (or [num_out_tokens, H]), dtype of hidden_states; rows past the routed ones are 0.
+        permuted_hidden_states: [T * K, H] (or [num_out_tokens, H]), dtype of hidden_states; rows past the routed ones
+            are 0.
         row_map: [T, K] int32, the row of each slot, -1 where it has none.
         tokens_per_expert: [E] int32, counted before any dropping.
 
@@ -90,8 +91,8 @@ def route_metadata(tokens_per_source: Tensor, ep_rank: int, *, mode: str = "push
         ep_rank: this rank, r.
         mode: "push" (the sender's view) or "pull" (the receiver's view) of the dispatch.
 
-    Returns, with L = ceil(E / R); where R does not divide E the first E mod R ranks own L experts and the others L - 1, with an
-    empty virtual expert at their end:
+    Returns, with L = ceil(E / R); where R does not divide E the first E mod R ranks own L experts and the others L -
+    1, with an empty virtual expert at their end:
         dispatch_src, dispatch_dst: [R * L] int64; dispatch_size: [R * L] int32.
         combine_src, combine_dst: [R * L] int64; combine_size: [R * L] int32.
         group_ends: [L] int64, inclusive end row of each local expert in the receive buffer.
@@ -118,8 +119,8 @@ def ep_remap(
         topk_weights: [T, K] float, any strides.
         expert_offset, num_local_experts: this rank owns the ids [offset, offset + num); or
         expert_map: [num_experts] int32, local id of each global id, negative for experts that live elsewhere.
-        fill: what a slot without a local expert becomes, always with weight 0: "reuse" gives the smallest local id of its
-            row, else of the batch, else 0, so that no further weights are read; "skip" gives -1.
+        fill: what a slot without a local expert becomes, always with weight 0: "reuse" gives the smallest local id of
+            its row, else of the batch, else 0, so that no further weights are read; "skip" gives -1.
 
     Returns:
         local_ids: [T, K] int32.
@@ -163,16 +164,17 @@ def fused_mxfp4_moe(
     Args:
         hidden_states: [T, H] bfloat16, float16 or float32; H a multiple of 32. float32 rows are computed in float32.
         topk_ids: [T, K] int32 or int64; an expert named twice in a row counts twice.
-        topk_weights: [T, K] float, widened to float32, never renormalised; a slot of weight 0 is selected away. A routed
-            scaling factor is folded in here by the caller.
+        topk_weights: [T, K] float, widened to float32, never renormalised; a slot of weight 0 is selected away. A
+            routed scaling factor is folded in here by the caller.
         w13: [E, 2I, H / 2] uint8, two E2M1 codes a byte, low nibble first; I a multiple of 32.
         w13_scale: [E, 2I, H / 32] uint8 E8M0: 2^(s - 127), 255 is NaN.
         w2: [E, H, I / 2] uint8; w2_scale: [E, H, I / 32] uint8.
-        w13_layout: order of w13's rows: "gate_up" is [gate; up], "up_gate" is [up; gate], "interleaved" alternates, gate first.
+        w13_layout: order of w13's rows: "gate_up" is [gate; up], "up_gate" is [up; gate], "interleaved" alternates,
+            gate first.
         w13_bias: [E, 2I] in w13's row order; w2_bias: [E, H].
         activation: "silu": gate * sigmoid(gate) * up; "swiglu_oai": gate * sigmoid(alpha * gate) * (up + 1).
-        swiglu_limit: gate is clamped from above and up on both sides, before the activation. None: off for "silu", 7.0 for
-            "swiglu_oai".
+        swiglu_limit: gate is clamped from above and up on both sides, before the activation. None: off for "silu", 7.0
+            for "swiglu_oai".
         swiglu_alpha: of "swiglu_oai" only; None: 1.702.
         expert_map: [num_experts] int32, applied to topk_ids first; negative entries mean no expert here.
         out_dtype: dtype of the result; None: that of hidden_states.
@@ -183,8 +185,8 @@ def fused_mxfp4_moe(
     Returns:
         [T, H]; a row that no expert is left for is exactly 0.
 
-    Same inputs, device and instruction set give the same bits, for any number of threads. Differentiable in hidden_states and
-    topk_weights; the weights are frozen.
+    Same inputs, device and instruction set give the same bits, for any number of threads. Differentiable in
+    hidden_states and topk_weights; the weights are frozen.
     """
     return torch.ops.moe_ops.fused_mxfp4_moe(
         hidden_states,
@@ -231,8 +233,10 @@ def fused_mxfp4_moe_out(
 ) -> None:
     """`fused_mxfp4_moe` into a tensor whose address must not change.
 
-    out: contiguous [T, H] bfloat16, float16 or float32, which decides the dtype of the result; it may not share memory with an
-    input. Raises for inputs that require a gradient. torch_npu's npugraphs backend does not take ops that write an argument.
+    out: contiguous [T, H] bfloat16, float16 or float32, which decides the dtype of the result; it may not share memory
+        with an
+    input. Raises for inputs that require a gradient. torch_npu's npugraphs backend does not take ops that write an
+    argument.
     """
     torch.ops.moe_ops.fused_mxfp4_moe_out(
         hidden_states,
@@ -267,8 +271,8 @@ def cpu_moe_submit(
         hidden_states: [T, H] bfloat16, float16 or float32.
         topk_ids: [T, K] int32 or int64, ids of the engine's experts.
         topk_weights: [T, K] float.
-        engine: int64[1], the handle of a `moe_ops.CpuMoeEngine`: a CPU tensor is read at the call (and baked at capture), a
-            device tensor is read by the worker in stream order.
+        engine: int64[1], the handle of a `moe_ops.CpuMoeEngine`: a CPU tensor is read at the call (and baked at
+            capture), a device tensor is read by the worker in stream order.
         max_deferred: up to this many of a token's slots, those of lowest weight, run one layer late.
 
     Returns:

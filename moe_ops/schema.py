@@ -1,7 +1,7 @@
 """THE list of operators: name, schema and, per dispatch key, the file that holds its kernel.
 
-Everything that iterates over operators (registration, tests, docs, benchmarks, `python -m moe_ops info`) reads this table.
-A `.py` kernel file holds a function named like the op, with the op's signature; a `.cpp` or `.cu` file holds an
+Everything that iterates over operators (registration, tests, docs, benchmarks, `python -m moe_ops info`) reads this
+table. A `.py` kernel file holds a function named like the op, with the op's signature; a `.cpp` or `.cu` file holds an
 `STABLE_TORCH_LIBRARY_IMPL` block. Schemas only grow: arguments are added at the end, with defaults (docs/policy.md).
 """
 
@@ -52,7 +52,10 @@ def _kernels(name: str, *, cpu: str = "", cuda: str = "", npu: str = "") -> dict
     }
 
 
-_MOE_TENSORS = "Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale"
+_MOE_TENSORS = (
+    "Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, "
+    "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale"
+)
 _MOE_OPTIONS = (
     "str w13_layout, Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float? swiglu_limit=None, "
     "float? swiglu_alpha=None, Tensor? expert_map=None"
@@ -61,8 +64,8 @@ _MOE_OPTIONS = (
 OPS: tuple[Op, ...] = (
     Op(
         "topk_permute",
-        "(Tensor hidden_states, Tensor topk_ids, SymInt num_experts, *, SymInt? num_out_tokens=None, Tensor? after=None)"
-        " -> (Tensor permuted_hidden_states, Tensor row_map, Tensor tokens_per_expert)",
+        "(Tensor hidden_states, Tensor topk_ids, SymInt num_experts, *, SymInt? num_out_tokens=None,"
+        " Tensor? after=None) -> (Tensor permuted_hidden_states, Tensor row_map, Tensor tokens_per_expert)",
         _kernels("topk_permute"),
     ),
     Op(

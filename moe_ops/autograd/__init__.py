@@ -1,4 +1,5 @@
-"""Autograd rules, one file per differentiable op. Importing the package's modules registers nothing; `register` does."""
+"""Autograd rules, one file per differentiable op. Importing the package's modules registers nothing; `register`
+does."""
 
 from __future__ import annotations
 

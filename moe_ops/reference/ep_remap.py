@@ -1,7 +1,7 @@
 """Global expert ids to this rank's local ids.
 
-A slot of a foreign expert, or of none, gets weight 0 and, with fill "reuse", an id whose weights the batch reads anyway: the
-smallest local id of its row, else of the batch, else 0; with fill "skip" it gets -1.
+A slot of a foreign expert, or of none, gets weight 0 and, with fill "reuse", an id whose weights the batch reads
+anyway: the smallest local id of its row, else of the batch, else 0; with fill "skip" it gets -1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MXFP4: blocks of 32 E2M1 codes with one E8M0 scale (OCP Microscaling Formats specification 1.0).
 
-Two codes share a byte, the element of even index in the low nibble. A scale byte s stands for 2^(s - 127); 255 is NaN and
-0 is 2^-127, a subnormal float32. The value of a weight is float32(code * 2^(s - 127)).
+Two codes share a byte, the element of even index in the low nibble. A scale byte s stands for 2^(s - 127); 255 is NaN
+and 0 is 2^-127, a subnormal float32. The value of a weight is float32(code * 2^(s - 127)).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def quantize_mxfp4(values: torch.Tensor, *, search: bool = False) -> tuple[torch
     """Quantise along the last dimension, whose length is a multiple of 32.
 
     The scale of a block is 2^(floor(log2(amax)) - 2), as in section 6.3 of the OCP specification, clamped to the E8M0
-    range; elements are rounded to the nearest E2M1 value, ties to the even code, and saturate at 6. A block that holds a
-    NaN or an infinity gets scale byte 255.
+    range; elements are rounded to the nearest E2M1 value, ties to the even code, and saturate at 6. A block that holds
+    a NaN or an infinity gets scale byte 255.
 
     values: [..., n] float.
     search: take twice that scale for the blocks where it gives the smaller squared error (those whose largest element

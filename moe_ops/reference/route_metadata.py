@@ -1,7 +1,8 @@
 """Offsets and sizes, in rows, of an expert-parallel exchange: who sends which rows where, and the way back.
 
-With C[s, e] rows of source s for expert e, L = ceil(E / R) experts a rank (the first E mod R ranks own one more where R does
-not divide E; the others have one empty virtual expert at their end), t the owner of an expert and j its place there:
+With C[s, e] rows of source s for expert e, L = ceil(E / R) experts a rank (the first E mod R ranks own one more where
+R does not divide E; the others have one empty virtual expert at their end), t the owner of an expert and j its place
+there:
 
     S[s, e]    = rows of source s before expert e                 (the source's permuted rows)
     T[t, j, s] = rows of rank t's receive buffer before (j, s)    (expert-major, source-minor)

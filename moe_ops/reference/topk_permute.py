@@ -1,6 +1,7 @@
 """Expert-major expansion of token rows.
 
-Slot q = t * K + k of token t goes to the row given by a stable sort of the expert ids; slots without an expert get no row.
+Slot q = t * K + k of token t goes to the row given by a stable sort of the expert ids; slots without an expert get no
+row.
 """
 
 from __future__ import annotations

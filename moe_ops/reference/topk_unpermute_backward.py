@@ -1,7 +1,7 @@
 """Gradients of topk_unpermute.
 
-grad_permuted[row_map[t, k]] = weight[t, k] * grad_output[t]; grad_weights[t, k] = <permuted[row_map[t, k]], grad_output[t]>.
-Rows that no slot reads get 0, also where their weight or gradient is not finite.
+grad_permuted[row_map[t, k]] = weight[t, k] * grad_output[t]; grad_weights[t, k] = <permuted[row_map[t, k]],
+grad_output[t]>. Rows that no slot reads get 0, also where their weight or gradient is not finite.
 """
 
 from __future__ import annotations
