@@ -1,0 +1,99 @@
+"""The collectives that routing and exchange use: functional, so that torch.compile sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+# Several releases of torch name one thing differently; the newest name first.
+_all_gather: Callable[..., torch.Tensor] = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def failure(op: str, what: str, error: Exception) -> RuntimeError:
+    """The error of a collective that did not end: a rank died, left, or made another call."""
+    return RuntimeError(
+        f"{op}: {what} failed: a rank of the group has died, is late beyond the group's time-out, or made a different"
+        f" call. The group cannot be used any more ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    )
+
+
+def start_all_gather(payload: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start gathering `payload` [N] into [size * N]. Use the result only through `wait`."""
+    return _all_gather(payload, gather_dim=0, group=group)
+
+
+def wait(pending: torch.Tensor) -> torch.Tensor:
+    if isinstance(pending, funcol.AsyncCollectiveTensor):
+        return pending.wait()
+    return pending
+
+
+def all_to_all_rows(
+    rows: torch.Tensor,
+    receive_rows: Sequence[int] | None,
+    send_rows: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exchange whole rows: the first `send_rows[0]` go to rank 0, the next to rank 1, ...; differentiable.
+
+    Without row counts every rank gets an equal part. `out` (no gradient) takes the received rows, so that a leased buffer
+    can be used: functional collectives always allocate.
+    """
+    if group is None:
+        return rows
+    if out is not None:
+        dist.all_to_all_single(out, rows, _ints(receive_rows), _ints(send_rows), group=group)
+        return out
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return wait(funcol.all_to_all_single_autograd(rows, _ints(receive_rows), _ints(send_rows), group))
+    return wait(funcol.all_to_all_single(rows, _ints(receive_rows), _ints(send_rows), group))
+
+
+def _ints(counts: Sequence[int] | None) -> list[int] | None:
+    return None if counts is None else list(counts)
+
+
+class _SumForward(torch.autograd.Function):
+    """All-reduce whose gradient is the identity: the parts of one sum, used alike on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return wait(funcol.all_reduce(part, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _SumBackward(torch.autograd.Function):
+    """Identity whose gradient is an all-reduce: a value that every rank has, used for a part of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return wait(funcol.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+
+
+def sum_parts(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return part if group is None else _SumForward.apply(part, group)
+
+
+def share(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return value if group is None else _SumBackward.apply(value, group)
