@@ -1,8 +1,8 @@
 """Reuse of descriptors and headers between calls whose counts did not change.
 
-A table must be seen twice in a row before anything is kept for it: decoding repeats its counts rarely, and a copy that is
-never read again costs more than it saves. After a miss on a large table the host comparison is skipped for a few calls.
-Tensors handed out of a cache are immutable and carry the stream and event after which they are complete.
+A table must be seen twice in a row before anything is kept for it: decoding repeats its counts rarely, and a copy
+that is never read again costs more than it saves. After a miss on a large table the host comparison is skipped for a
+few calls. Tensors handed out of a cache are immutable and carry the stream and event after which they are complete.
 """
 
 from __future__ import annotations

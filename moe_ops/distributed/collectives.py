@@ -23,9 +23,10 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 def failure(op: str, what: str, error: Exception) -> RuntimeError:
     """The error of a collective that did not end: a rank died, left, or made another call."""
+    cause = str(error).split("\n", 1)[0]
     return RuntimeError(
         f"{op}: {what} failed: a rank of the group has died, is late beyond the group's time-out, or made a different"
-        f" call. The group cannot be used any more ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        f" call. The group cannot be used any more ({type(error).__name__}: {cause})"
     )
 
 
@@ -49,8 +50,8 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Exchange whole rows: the first `send_rows[0]` go to rank 0, the next to rank 1, ...; differentiable.
 
-    Without row counts every rank gets an equal part. `out` (no gradient) takes the received rows, so that a leased buffer
-    can be used: functional collectives always allocate.
+    Without row counts every rank gets an equal part. `out` (no gradient) takes the received rows, so that a leased
+    buffer can be used: functional collectives always allocate.
     """
     if group is None:
         return rows

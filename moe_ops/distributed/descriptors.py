@@ -1,4 +1,4 @@
-"""Build the exchange descriptors: on the host and uploaded in one copy, or on the device. Both give the same numbers."""
+"""Build the exchange descriptors: on the host with one upload, or on the device, with the same numbers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ FIELDS = (
 def build(table: torch.Tensor, host_table: torch.Tensor | None, spec: RouteSpec, expert_capacity: int) -> RouteMetadata:
     """Descriptors of a gathered `table` [R, 3 + E]; `host_table` is its copy on the host where that was read."""
     if host_table is not None and spec.ep_size * spec.num_experts <= HOST_DESCRIPTOR_LIMIT:
-        return RouteMetadata(**upload(compute(host_table, spec), table.device), expert_capacity=expert_capacity)
-    return RouteMetadata(**compute(table, spec), expert_capacity=expert_capacity)
+        fields = upload(compute(host_table, spec), table.device)
+    else:
+        fields = compute(table, spec)
+    return RouteMetadata(expert_capacity=expert_capacity, **fields)  # type: ignore[arg-type]
 
 
 def compute(table: torch.Tensor, spec: RouteSpec) -> dict[str, torch.Tensor]:

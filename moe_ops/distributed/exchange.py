@@ -1,7 +1,8 @@
 """Move rows along a prepared route: to the ranks that own the experts, and back.
 
-The transport is an all-to-all with uneven counts; experts of a rank are neighbours, so the rows for a rank are one block.
-In pull mode with symmetric memory, rows are read from and written into the peers' buffers instead. Results are the same.
+The transport is an all-to-all with uneven counts; experts of a rank are neighbours, so the rows for a rank are one
+block. In pull mode with symmetric memory, rows are read from and written into the peers' buffers instead. Results are
+the same.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ReceivedRows:
 
     - `hidden_states` `[load, H]`; in a leased workspace they are valid until the lease ends.
     - `expert_ids` `[load]` int32: local expert of each row.
-    - `group_ends` `[L]` int64 ends of the experts' rows where `grouped` (the metadata's layout: expert-major, then by source),
-      else None: rows lie as they came, by source and then by expert.
+    - `group_ends` `[L]` int64 ends of the experts' rows where `grouped` (the metadata's layout: expert-major, then by
+      source), else None: rows lie as they came, by source and then by expert.
     """
 
     hidden_states: torch.Tensor
@@ -70,7 +71,7 @@ def local_expert_ids(route: Route, grouped: bool) -> torch.Tensor:
 
 
 def dispatch(route: Route, workspace: Workspace | None = None, *, grouped: bool = True) -> ReceivedRows:
-    """Send this rank's permuted rows to the experts' ranks and receive the rows of this rank's experts. A collective."""
+    """Send this rank's permuted rows away and receive the rows of this rank's experts. A collective."""
     rows = route.permuted_hidden_states[: sum(route.send_rows)]
     if route.spec.group is None:
         arrived = rows
@@ -92,8 +93,8 @@ def combine(
 ) -> torch.Tensor:
     """Send `expert_rows` [load, H], one for each row of `received`, back to their sources. A collective.
 
-    Returns this rank's rows in the order of `route.permuted_hidden_states` (as many as were sent): `topk_unpermute` with
-    `route.row_map` sums them in slot order, whatever the ranks.
+    Returns this rank's rows in the order of `route.permuted_hidden_states` (as many as were sent): `topk_unpermute`
+    with `route.row_map` sums them in slot order, whatever the ranks.
     """
     if received.order is not None:
         index, inverse = received.order
@@ -141,7 +142,7 @@ def _pull(route: Route, workspace: Workspace | None, dtype: torch.dtype) -> torc
     hidden_size, begin = route.spec.hidden_size, 0
     received = workspace.view("receive", route.num_received, hidden_size, dtype)
     workspace.barrier()  # every source buffer is filled
-    for rank, (offset, rows) in enumerate(zip(route.source_offsets, route.receive_rows)):
+    for rank, (offset, rows) in enumerate(zip(route.source_offsets, route.receive_rows, strict=True)):
         if rows:
             peer = workspace.peer_view("source", rank, offset + rows, hidden_size, dtype)
             received[begin : begin + rows].copy_(peer[offset:])
@@ -152,7 +153,7 @@ def _pull(route: Route, workspace: Workspace | None, dtype: torch.dtype) -> torc
 def _write_back(route: Route, workspace: Workspace | None, expert_rows: torch.Tensor) -> torch.Tensor:
     assert workspace is not None
     hidden_size, begin = route.spec.hidden_size, 0
-    for rank, (offset, rows) in enumerate(zip(route.source_offsets, route.receive_rows)):
+    for rank, (offset, rows) in enumerate(zip(route.source_offsets, route.receive_rows, strict=True)):
         if rows:
             peer = workspace.peer_view("combine", rank, offset + rows, hidden_size, expert_rows.dtype)
             peer[offset:].copy_(expert_rows[begin : begin + rows])

@@ -26,17 +26,19 @@ _OP = "ExpertParallelMoE"
 class ExpertParallelMoE(nn.Module):
     """Routed experts spread over the ranks of a process group.
 
-    `forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H]` is a collective: every rank calls it, with
-    any number of tokens, also none. The result is that of one process with all experts; the sum over a token's slots is
-    in slot order whatever the ranks.
+    `forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H]` is a collective: every rank calls
+    it, with any number of tokens, also none. The result is that of one process with all experts; the sum over a
+    token's slots is in slot order whatever the ranks.
 
-    - `experts(hidden_states [N, H], topk_ids [N, 1] int32, topk_weights [N, 1] float32) -> [N, H]`: this rank's experts, with
-      local ids and weights of 1. Anything callable; it is given `out_dtype=combine_dtype` if it takes that.
-    - `num_experts` over all ranks; experts in order, the first `num_experts % R` ranks own one more. With `replicas` these
-      are physical experts, and `topk_ids` name logical ones.
+    - `experts(hidden_states [N, H], topk_ids [N, 1] int32, topk_weights [N, 1] float32) -> [N, H]`: this rank's
+      experts, with local ids and weights of 1. Anything callable; it is given `out_dtype=combine_dtype` if it takes
+      that.
+    - `num_experts` over all ranks; experts in order, the first `num_experts % R` ranks own one more. With `replicas`
+      these are physical experts, and `topk_ids` name logical ones.
     - `group`: a process group (gloo, NCCL, HCCL); None is a single process, with the same code and the same results.
     - `capacity`: rows that a pair of ranks exchanges at most. With it nothing is read on the host: the layer can be
-      captured and compiled whole. Tokens that do not fit become NaN, and `check()` raises. None: exact sizes, read on the host.
+      captured and compiled whole. Tokens that do not fit become NaN, and `check()` raises. None: exact sizes, read on
+      the host.
     - `workspace`: shared by the layers of a model; None makes one for this layer.
     - `tp_group`: ranks that hold slices of the same experts (`slice_tensor_parallel`) and have the same tokens.
     - `combine_dtype`: how expert rows travel back; float32 keeps one rounding in all, the activations' dtype halves the
@@ -145,7 +147,7 @@ class ExpertParallelMoE(nn.Module):
         return static_combine(route, expert_rows, topk_weights)
 
     def _remember(self, route: StaticRoute) -> None:
-        # Not while compiling: a graph may not leave tensors behind; compile a caller that returns what it wants to know.
+        # Not while compiling: a graph may not leave tensors behind. Use prepare_static_route to see the flags there.
         if not torch.compiler.is_compiling():
             self._flags = route.overflow, route.disagree
 

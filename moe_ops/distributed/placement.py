@@ -54,7 +54,7 @@ class ExpertShards:
 
 
 def first_experts(shards: ExpertShards, device: torch.device) -> torch.Tensor:
-    """[R + 1] int64: the first expert of every rank, and the end. Made on the device: an upload could not be captured."""
+    """[R + 1] int64: first expert of every rank, and the end. Made on the device: an upload cannot be captured."""
     quotient, remainder = divmod(shards.num_experts, shards.ep_size)
     rank = torch.arange(shards.ep_size + 1, device=device)
     return rank * quotient + rank.clamp(max=remainder)
@@ -63,8 +63,8 @@ def first_experts(shards: ExpertShards, device: torch.device) -> torch.Tensor:
 class ReplicaTable(torch.nn.Module):
     """Logical expert ids to physical ones, applied before routing.
 
-    `physical_to_logical[p]` names the logical expert whose weights physical expert `p` holds; every logical expert has at
-    least one copy. A slot goes to exactly one copy, so an expert that is on two ranks counts once: copy
+    `physical_to_logical[p]` names the logical expert whose weights physical expert `p` holds; every logical expert
+    has at least one copy. A slot goes to exactly one copy, so an expert that is on two ranks counts once: copy
     `(token + ep_rank) % copies`, which depends on nothing but the token's place and the rank. The layer then counts,
     routes and owns physical experts only.
     """

@@ -46,13 +46,14 @@ def prepare_topk_route(
     - `tokens_per_expert` `[E]` int32 or int64: trusted counts of a router; without it the ids are counted.
     - `workspace`: leased buffers and caches; required, and claimed by the caller, in dynamic pull mode.
     - `autograd_mask`: what takes part in autograd on this rank; must be the same on all ranks.
-    - `prepare_workspace(plan_tokens, maximum)`: called with agreed numbers before any write, to grow buffers; by default
-      the workspace's own `grow`.
+    - `prepare_workspace(plan_tokens, maximum)`: called with agreed numbers before any write, to grow buffers; by
+      default the workspace's own `grow`.
 
     Reads a few numbers on the host, so it cannot be captured: `prepare_static_route` can.
 
-    Where any rank refuses (arguments, limits, counts, masks, another spec), every rank raises before anything is written:
-    RuntimeError with the same text; the rank whose arguments are wrong raises ValueError with the argument's name instead.
+    Where any rank refuses (arguments, limits, counts, masks, another spec), every rank raises before anything is
+    written: RuntimeError with the same text; the rank whose arguments are wrong raises ValueError with the argument's
+    name instead.
     """
     _refuse_together(hidden_states, topk_ids, topk_weights, spec, tokens_per_expert, workspace)
     tokens = hidden_states.shape[0]
@@ -279,7 +280,7 @@ def _place(
     spec: RouteSpec,
     workspace: Workspace | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(permuted rows, row map), the rows in the source buffer where peers pull them. Nothing was written there before."""
+    """(permuted rows, row map); in pull mode the rows enter the source buffer here, after all ranks have agreed."""
     if workspace is None or not _uses_source_buffer(spec, workspace):
         assert permuted is not None
         return permuted

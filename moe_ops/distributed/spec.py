@@ -29,8 +29,8 @@ class RouteSpec:
     - `mode`: "push" describes the dispatch as the sender sees it, "pull" as the receiver does; the rows are the same.
     - `tokens`: "dynamic" lets every rank bring another number of tokens, "static" demands the same number everywhere.
     - `max_local_tokens`: limit on the tokens of one rank; None is automatic capacity, where only int32 limits bind.
-    - `distinct_experts`: reject rows that are not `top_k` different experts (ids of -1, an expert twice). Off by default,
-      since both are legal in every op of this library.
+    - `distinct_experts`: reject rows that are not `top_k` different experts (ids of -1, an expert twice). Off by
+      default, since both are legal in every op of this library.
     """
 
     num_experts: int
@@ -85,9 +85,9 @@ class RouteSpec:
 class RouteMetadata:
     """Who sends which rows where. Offsets and sizes are in rows; R ranks, L = `max_local_experts`.
 
-    - `dispatch_src`, `dispatch_dst` `[R * L]` int64, `dispatch_size` `[R * L]` int32: of block `t * L + j` to rank t's expert
-      j (push), or of block `s * L + j` from rank s (pull). Source offsets count in the source's permuted rows,
-      destination offsets in the destination's receive buffer.
+    - `dispatch_src`, `dispatch_dst` `[R * L]` int64, `dispatch_size` `[R * L]` int32: of block `t * L + j` to rank
+      t's expert j (push), or of block `s * L + j` from rank s (pull). Source offsets count in the source's permuted
+      rows, destination offsets in the destination's receive buffer.
     - `combine_src`, `combine_dst` int64, `combine_size` int32, `[R * L]`: the way back of block `s * L + j`.
     - `group_ends` `[L]` int64: the row where local expert j ends in the receive buffer.
     - `expert_capacity`: rows of the receive buffer, at least 1.
@@ -112,7 +112,8 @@ class Route:
 
     - `permuted_hidden_states` `[T * K, H]`, expert-major; in pull mode with a workspace a view of its source buffer.
     - `row_map` `[T, K]` int32, always int32, -1 for no row.
-    - `tokens_per_expert` `[E]` int32: this rank's counts; the very tensor that was given if it was int32 and contiguous.
+    - `tokens_per_expert` `[E]` int32: this rank's counts; the very tensor that was given if it was int32 and
+      contiguous.
     - `received_counts` `[R, L]` int32: rows from rank s for local expert j.
     - `maximum_received_slots`: the largest load of any rank.
     - `loads`: rows that each rank receives; `send_rows[t]`, `receive_rows[s]`: rows of this rank to t and from s;

@@ -1,8 +1,8 @@
 """The capture-safe route: sizes are fixed by a capacity, nothing is read on the host.
 
 Every pair of ranks exchanges `capacity` rows, used or not, so that shapes depend on nothing but the configuration. What
-does not fit is never dropped silently: the rows of affected tokens are NaN, `overflow` says so on the device, and `check`
-raises on the host, after the replay, with the same text on every rank.
+does not fit is never dropped silently: the rows of affected tokens are NaN, `overflow` says so on the device, and
+`check` raises on the host, after the replay, with the same text on every rank.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def static_dispatch(route: StaticRoute) -> torch.Tensor:
 def static_combine(
     route: StaticRoute, expert_rows: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T, H]: the weighted sum over each token's slots, in slot order; NaN for tokens that lost a slot. A collective."""
+    """[T, H]: each token's weighted sum in slot order; NaN for tokens that lost a slot. A collective."""
     returned = collectives.all_to_all_rows(expert_rows.contiguous(), None, None, route.spec.group)
     output = ops.topk_unpermute(returned, route.row_map, topk_weights)
     return output.masked_fill((route.lost | route.disagree)[:, None], float("nan"))

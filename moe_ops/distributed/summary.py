@@ -1,8 +1,8 @@
 """The header that every rank contributes, and the checks that all ranks make alike on the gathered table.
 
-A table row is `[flags, tokens, autograd_mask, counts...]`. `flags` holds a refusal code in its low 4 bits (0: none) and the
-fingerprint of the rank's spec above. A rank that must refuse joins the collective all the same, with zero counts; since
-every rank then checks the same table, all of them raise the same error and nothing has been written.
+A table row is `[flags, tokens, autograd_mask, counts...]`. `flags` holds a refusal code in its low 4 bits (0: none)
+and the fingerprint of the rank's spec above. A rank that must refuse joins the collective all the same, with zero
+counts; since every rank then checks the same table, all of them raise the same error and nothing has been written.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def token_code(spec: RouteSpec, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the host knows of a gathered table: per rank `flags, tokens, masks, sums, lows, highs, loads`, and this rank's
-    `send_rows`, `receive_rows`, `source_offsets` (see Route)."""
+    """What the host knows of a gathered table: per rank `flags, tokens, masks, sums, lows, highs, loads`, and this
+    rank's `send_rows`, `receive_rows`, `source_offsets` (see Route)."""
 
     flags: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -142,6 +142,6 @@ def _check_counts(summary: Summary, spec: RouteSpec, rank: int, slots: int) -> N
     if not fits:
         what = "actual distinct Top-K routes" if spec.distinct_experts else "actual Top-K routes"
         raise RuntimeError(
-            f"{OP}: counts must describe the {what}: rank {rank} has {summary.tokens[rank]} tokens of {spec.top_k} slots,"
-            f" got {total} rows in total, between {low} and {high} per expert"
+            f"{OP}: counts must describe the {what}: rank {rank} has {summary.tokens[rank]} tokens of"
+            f" {spec.top_k} slots, got {total} rows in total, between {low} and {high} per expert"
         )

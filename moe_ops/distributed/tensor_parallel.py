@@ -24,7 +24,7 @@ class ExpertSlice(NamedTuple):
 
 
 def slice_bounds(intermediate_size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """First and end element of a rank's part: whole blocks of 32, the first ranks taking one more where they do not divide."""
+    """First and end element of a rank's part: whole blocks of 32, the first ranks take one more where needed."""
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise argument_error(_OP, "tp_rank", f"in [0, {tp_size})", tp_rank)
     blocks = intermediate_size // BLOCK
@@ -50,8 +50,8 @@ def slice_tensor_parallel(
 ) -> ExpertSlice:
     """The part of rank `tp_rank` of raw checkpoint tensors: gate and up rows of w13, columns of w2, and their scales.
 
-    The outputs of all parts add up to the output of the whole. `w2_bias` stays on rank 0 only and is zero elsewhere, or it
-    would count `tp_size` times. The results are fresh contiguous tensors: the whole can be freed.
+    The outputs of all parts add up to the output of the whole. `w2_bias` stays on rank 0 only and is zero elsewhere,
+    or it would count `tp_size` times. The results are fresh contiguous tensors: the whole can be freed.
     """
     if w13.ndim != 3 or w13.dtype != torch.uint8:
         raise argument_error(_OP, "w13", "[E, 2I, H/2] uint8 (raw, not prepared)", w13)

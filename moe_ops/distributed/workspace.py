@@ -1,4 +1,4 @@
-"""Buffers that the layers of a model share: they grow by agreement, never shrink, and are leased to one call at a time."""
+"""Buffers that the layers of a model share: grown by agreement, never shrunk, leased to one call at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Workspace:
     """Three byte regions on one device: permuted rows to send, received rows, and rows that came back.
 
     Layers run one after another, so they share one workspace. `claim` marks it as used by one call, `release` hands it
-    back; the next claim waits, on its own stream, for the work that still read the buffers. `grow` is called with numbers
-    that every rank has agreed on, so that all ranks grow in the same call; that is what symmetric memory needs.
+    back; the next claim waits, on its own stream, for the work that still read the buffers. `grow` is called with
+    numbers that every rank has agreed on, so that all ranks grow in the same call; that is what symmetric memory needs.
     Route and header caches live here too: a new workspace has empty caches.
 
     `symmetric=True` keeps the source and combine regions in memory that the other ranks of the host can read and write
@@ -58,7 +58,7 @@ class Workspace:
 
     @property
     def leases(self) -> bool:
-        """Buffers are handed out only where nothing is recorded: autograd would keep rows that the next layer overwrites."""
+        """Whether buffers are handed out: autograd would keep rows that the next layer overwrites."""
         return not torch.is_grad_enabled()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -13,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "moe_ops", "moe_ops.distributed"])
+# _dynamo: functional collectives import it at the first call, which takes seconds in each process.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "moe_ops", "moe_ops.distributed"])
 
 
 def _worker(rank: int, world_size: int, store: str, group_timeout: float, pipe: Connection) -> None:
@@ -62,7 +64,7 @@ class Cluster:
             self._pipes.append(mine)
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, timeout: float = 90.0) -> list[tuple]:
-        """Per rank ("value", result), ("error", type, message, traceback) or ("died",); a rank that hangs fails the test."""
+        """Per rank ("value", result), ("error", type, message, traceback) or ("died",); a hang fails the test."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -72,7 +74,9 @@ class Cluster:
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.stop()
-                raise AssertionError(f"rank {rank} of {self.world_size} still runs {function.__name__} after {timeout} s")
+                raise AssertionError(
+                    f"rank {rank} of {self.world_size} still runs {function.__name__} after {timeout} s"
+                )
             try:
                 results.append(pipe.recv())
             except EOFError:
@@ -91,10 +95,8 @@ class Cluster:
 
     def stop(self) -> None:
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):  # a rank that died has closed its end
                 pipe.send(None)
-            except OSError:
-                pass
             pipe.close()
         for process in self._processes:
             process.join(0.5)

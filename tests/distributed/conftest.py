@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Cluster  # noqa: E402
+from cluster import Cluster
 
 
 @pytest.fixture(scope="session", params=[2, 3, 4, 8], ids=lambda size: f"R{size}")
