@@ -85,7 +85,7 @@ def make_routing(
 
 
 def make_mxfp4(num_experts: int, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes [E, rows, columns / 2] and scales [E, rows, columns / 32] whose products with O(1) inputs are O(1)."""
+    """Random codes [E, rows, columns / 2] and scales [E, rows, columns / 32]; products with O(1) inputs are O(1)."""
     g = generator(seed)
     codes = torch.randint(0, 256, (num_experts, rows, columns // 2), generator=g, dtype=torch.uint8)
     middle = 127 - round(math.log2(math.sqrt(columns))) - 1

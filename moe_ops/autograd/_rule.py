@@ -27,6 +27,11 @@ def _signature(op: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
+def _wants_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Cheap: this stands before every call outside inference mode."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, *kwargs.values())
+
+
 def attach(
     op: str,
     differentiable: Sequence[str],
@@ -62,7 +67,7 @@ def attach(
             return call.redispatch(keyset & torch._C._after_autograd_keyset, *bound.args, **bound.kwargs)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not _wants_gradient(args, kwargs):
             with torch._C._AutoDispatchBelowAutograd():
                 return call.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -72,10 +77,7 @@ def attach(
             tensor = arguments[name]
             if tensor is not None and tensor.requires_grad:
                 raise argument_error(op, name, "frozen (requires_grad=False)", "a tensor that requires grad")
-        tensors = [arguments[name] for name in differentiable]
-        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            return Rule.apply(keyset, arguments, *tensors)
-        return _below(keyset, arguments)
+        return Rule.apply(keyset, arguments, *(arguments[name] for name in differentiable))
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -87,7 +89,7 @@ def refuse_gradient(op: str, names: Sequence[str], instead: str) -> None:
     signature = _signature(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if _wants_gradient(args, kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
             for name in names:
                 tensor = arguments.get(name)

@@ -7,7 +7,8 @@ from moe_ops import reference
 from moe_ops.reference.mxfp4 import quantize_mxfp4
 from tests.support import FLOATS, assert_close, assert_same, make_experts, make_routing, make_rows
 
-# (worst element, RMS) against the float32 reference. bfloat16 and float16 kernels may round the hidden activations once.
+# (worst element, RMS) against the float32 reference. bfloat16 and float16 kernels may round the activations between
+# the two products once.
 TOLERANCE = {
     torch.float32: (3e-5, 3e-6),
     torch.float16: (4e-3, 7e-4),
