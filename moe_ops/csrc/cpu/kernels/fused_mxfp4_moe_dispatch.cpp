@@ -1,0 +1,47 @@
+// The ordered table of kernels and the choice from it.
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/kernels/fused_mxfp4_moe_kernels.h"
+
+namespace moe_ops {
+namespace mxfp4 {
+
+const Kernels* const* all_kernels(int* count) {
+  static const Kernels* const table[] = {
+#if defined(__x86_64__)
+      &amx_kernels(), &avx512_kernels(), &avx2_kernels(),
+#elif defined(__aarch64__)
+      &neon_kernels(),
+#endif
+      &scalar_kernels(),
+  };
+  *count = static_cast<int>(sizeof table / sizeof table[0]);
+  return table;
+}
+
+const Kernels& select_kernels() {
+  int count;
+  const Kernels* const* table = all_kernels(&count);
+  int first = 0;
+  const char* wanted = std::getenv("MOE_OPS_CPU_ISA");
+  if (wanted != nullptr && *wanted != '\0') {
+    std::string known;
+    for (first = 0; first < count && std::strcmp(table[first]->name, wanted) != 0; ++first) {
+      known += (first ? ", '" : "'") + std::string(table[first]->name) + "'";
+    }
+    if (first == count) {
+      throw std::runtime_error("MOE_OPS_CPU_ISA must be one of " + known + ", got '" + wanted + "'");
+    }
+  }
+  while (!table[first]->supported()) ++first;
+  return *table[first];
+}
+
+}  // namespace mxfp4
+
+const char* fused_mxfp4_moe_isa() { return mxfp4::select_kernels().name; }
+
+}  // namespace moe_ops

@@ -1,0 +1,482 @@
+// Torch-free test of the CPU kernels: every instruction set of this machine against double precision, and against itself
+// for other thread counts and layouts. Prints one line per check that fails; exit status 1 if there was any.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels/fused_mxfp4_moe.h"
+#include "cpu/kernels/fused_mxfp4_moe_kernels.h"
+
+using namespace moe_ops;
+
+namespace {
+
+int failures = 0, checks = 0;
+
+void expect(bool ok, const std::string& what, double got = 0, double bound = 0) {
+  ++checks;
+  if (ok) return;
+  ++failures;
+  std::printf("FAILED %s (got %g, bound %g)\n", what.c_str(), got, bound);
+}
+
+double weight_value(int code, int scale) {
+  static const double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  if (scale == 255) return std::numeric_limits<double>::quiet_NaN();
+  const double value = static_cast<float>(std::ldexp(kValues[code & 7], scale - 127));
+  return code & 8 ? -value : value;
+}
+
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if (std::isnan(x)) return static_cast<uint16_t>(u >> 16 | 0x40);
+  return static_cast<uint16_t>((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+float from_bf16(uint16_t h) {
+  const uint32_t u = static_cast<uint32_t>(h) << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+// Small magnitudes only, which the test uses: nearest even among the 2^-24 multiples or 11-bit numbers.
+uint16_t to_f16(float x) {
+  if (std::isnan(x)) return 0x7E00;
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const double a = std::fabs(static_cast<double>(x));
+  if (a >= 65520) return sign | 0x7C00;
+  if (a < std::ldexp(1, -14)) return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(a, 24)));
+  int e;
+  std::frexp(a, &e);
+  return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(a, 11 - e)) - 1024 + ((e - 1 + 15) << 10));
+}
+
+float from_f16(uint16_t h) {
+  const int e = h >> 10 & 31, m = h & 1023;
+  const double a = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+  return static_cast<float>(h & 0x8000 ? -a : a);
+}
+
+struct Layer {
+  int64_t E, H, I;
+  W13Layout layout = W13Layout::kGateUp;
+  std::vector<uint8_t> w13, s13, w2, s2, packed13, packed_s13, packed2, packed_s2;
+  std::vector<float> b13, b2;
+
+  Layer(int64_t e, int64_t h, int64_t i, W13Layout l, unsigned seed) : E(e), H(h), I(i), layout(l) {
+    std::mt19937 rng(seed);
+    w13.resize(E * 2 * I * H / 2);
+    s13.resize(E * 2 * I * H / 32);
+    w2.resize(E * H * I / 2);
+    s2.resize(E * H * I / 32);
+    b13.resize(E * 2 * I);
+    b2.resize(E * H);
+    for (auto& v : w13) v = static_cast<uint8_t>(rng());
+    for (auto& v : w2) v = static_cast<uint8_t>(rng());
+    // Sums of about one: the codes have a variance near 6.
+    const int base13 = 127 - static_cast<int>(std::lround(std::log2(2.5 * std::sqrt(double(H)))));
+    const int base2 = 127 - static_cast<int>(std::lround(std::log2(2.5 * std::sqrt(double(I)))));
+    for (auto& v : s13) v = static_cast<uint8_t>(base13 + static_cast<int>(rng() % 3));
+    for (auto& v : s2) v = static_cast<uint8_t>(base2 + static_cast<int>(rng() % 3));
+    std::normal_distribution<float> normal(0, 0.5f);
+    for (auto& v : b13) v = normal(rng);
+    for (auto& v : b2) v = normal(rng);
+  }
+
+  int64_t row(int64_t i, bool up) const {
+    if (layout == W13Layout::kInterleaved) return 2 * i + up;
+    return (layout == W13Layout::kGateUp) == up ? I + i : i;
+  }
+
+  double at13(int64_t e, int64_t row, int64_t k) const {
+    const int64_t r = e * 2 * I + row;
+    const int byte = w13[(r * H + k) / 2];
+    return weight_value(k % 2 ? byte >> 4 : byte & 15, s13[(r * H + k) / 32]);
+  }
+
+  double at2(int64_t e, int64_t row, int64_t k) const {
+    const int64_t r = e * H + row;
+    const int byte = w2[(r * I + k) / 2];
+    return weight_value(k % 2 ? byte >> 4 : byte & 15, s2[(r * I + k) / 32]);
+  }
+
+  // Checkpoint order to tiles, in the plainest way.
+  void pack() {
+    packed13.resize(w13.size());
+    packed_s13.resize(s13.size());
+    packed2.resize(w2.size());
+    packed_s2.resize(s2.size());
+    const auto tile = [](const uint8_t* codes, const uint8_t* scales, int64_t row_bytes, int64_t r, uint8_t* out,
+                         uint8_t* out_scales) {
+      for (int64_t b = 0; b < row_bytes / 16; ++b) {
+        for (int j = 0; j < 4; ++j) std::memcpy(out + b * 256 + j * 64 + r * 4, codes + b * 16 + j * 4, 4);
+        out_scales[b * 16 + r] = scales[b];
+      }
+    };
+    for (int64_t e = 0; e < E; ++e) {
+      for (int64_t i = 0; i < I; ++i) {
+        for (int up = 0; up < 2; ++up) {
+          const int64_t from = e * 2 * I + row(i, up), to = (e * (I / 16) + i / 16) * 2 + up;
+          tile(&w13[from * H / 2], &s13[from * H / 32], H / 2, i % 16, &packed13[to * 8 * H], &packed_s13[to * H / 2]);
+        }
+      }
+      for (int64_t h = 0; h < H; ++h) {
+        const int64_t from = e * H + h, to = e * (H / 16) + h / 16;
+        tile(&w2[from * I / 2], &s2[from * I / 32], I / 2, h % 16, &packed2[to * 8 * I], &packed_s2[to * I / 2]);
+      }
+    }
+  }
+
+  ExpertWeights weights(bool prepared, bool bias) {
+    if (prepared && packed13.empty()) pack();
+    ExpertWeights w{};
+    w.num_experts = E;
+    w.hidden_size = H;
+    w.intermediate_size = I;
+    w.layout = prepared ? WeightLayout::kX86V1 : WeightLayout::kCheckpoint;
+    w.w13_layout = layout;
+    w.w13 = prepared ? packed13.data() : w13.data();
+    w.w13_scale = prepared ? packed_s13.data() : s13.data();
+    w.w2 = prepared ? packed2.data() : w2.data();
+    w.w2_scale = prepared ? packed_s2.data() : s2.data();
+    w.w13_bias = bias ? b13.data() : nullptr;
+    w.w2_bias = bias ? b2.data() : nullptr;
+    return w;
+  }
+};
+
+struct Input {
+  int64_t T, K, H;
+  std::vector<float> x;
+  std::vector<uint16_t> half;
+  std::vector<int64_t> ids;
+  std::vector<float> router;
+  DType dtype;
+
+  Input(int64_t t, int64_t k, int64_t h, int64_t experts, DType d, unsigned seed, int only_expert = -1)
+      : T(t), K(k), H(h), dtype(d) {
+    std::mt19937 rng(seed);
+    std::normal_distribution<float> normal;
+    x.resize(T * H);
+    half.resize(T * H);
+    for (int64_t i = 0; i < T * H; ++i) set(i, normal(rng));
+    for (int64_t i = 0; i < T * K; ++i) {
+      ids.push_back(only_expert >= 0 ? only_expert : static_cast<int64_t>(rng() % experts));
+      router.push_back(std::uniform_real_distribution<float>(0.1f, 1)(rng));
+    }
+  }
+
+  void set(int64_t i, float value) {
+    if (dtype == DType::kBFloat16) half[i] = to_bf16(value), value = from_bf16(half[i]);
+    if (dtype == DType::kFloat16) half[i] = to_f16(value), value = from_f16(half[i]);
+    x[i] = value;
+  }
+
+  const void* data() const { return dtype == DType::kFloat32 ? static_cast<const void*>(x.data()) : half.data(); }
+};
+
+std::vector<float> run(const ExpertWeights& w, const ActivationParams& a, const Input& in, bool invariant, ThreadTeam& team,
+                       DType out_dtype = DType::kFloat32) {
+  std::vector<float> out(in.T * in.H, NAN);
+  std::vector<uint16_t> half(in.T * in.H, 0x7FC0);
+  MoeBatch b{in.T, in.K, in.data(), in.dtype, in.H, in.ids.data(), in.router.data(), nullptr, out_dtype, in.H};
+  b.output = out_dtype == DType::kFloat32 ? static_cast<void*>(out.data()) : half.data();
+  fused_mxfp4_moe(w, a, b, invariant, team);
+  for (size_t i = 0; out_dtype != DType::kFloat32 && i < out.size(); ++i) {
+    out[i] = out_dtype == DType::kBFloat16 ? from_bf16(half[i]) : from_f16(half[i]);
+  }
+  return out;
+}
+
+double activate(double g, double u, const ActivationParams& a) {
+  if (a.has_limit) {
+    g = std::min<double>(g, a.limit);
+    u = std::max<double>(std::min<double>(u, a.limit), -a.limit);
+  }
+  const bool oai = a.kind == Activation::kSwigluOai;
+  return g / (1 + std::exp(-(oai ? a.alpha : 1.0) * g)) * (oai ? u + 1 : u);
+}
+
+std::vector<double> reference(const Layer& l, bool bias, const ActivationParams& a, const Input& in) {
+  std::vector<double> out(in.T * in.H, 0.0);
+  for (int64_t s = 0; s < in.T * in.K; ++s) {
+    const int64_t e = in.ids[s], t = s / in.K;
+    if (e < 0 || e >= l.E || in.router[s] == 0) continue;
+    std::vector<double> h(l.I);
+    for (int64_t i = 0; i < l.I; ++i) {
+      double gu[2];
+      for (int up = 0; up < 2; ++up) {
+        const int64_t r = l.row(i, up);
+        double sum = bias ? l.b13[e * 2 * l.I + r] : 0;
+        for (int64_t k = 0; k < l.H; ++k) sum += l.at13(e, r, k) * in.x[t * l.H + k];
+        gu[up] = sum;
+      }
+      h[i] = activate(gu[0], gu[1], a);
+    }
+    for (int64_t c = 0; c < l.H; ++c) {
+      double sum = bias ? l.b2[e * l.H + c] : 0;
+      for (int64_t i = 0; i < l.I; ++i) sum += l.at2(e, c, i) * h[i];
+      out[t * l.H + c] += in.router[s] * sum;
+    }
+  }
+  return out;
+}
+
+// Worst error over the reference's RMS, and relative error in the 2-norm.
+void compare(const std::vector<float>& got, const std::vector<double>& want, double worst_bound, double rms_bound,
+             const std::string& what) {
+  double worst = 0, error = 0, norm = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (std::isnan(want[i]) || std::isinf(want[i])) {
+      expect(std::isnan(want[i]) ? std::isnan(got[i]) : got[i] == want[i], what + " special value");
+      continue;
+    }
+    const double d = std::fabs(got[i] - want[i]);
+    worst = std::isnan(d) ? INFINITY : std::max(worst, d);
+    error += d * d;
+    norm += want[i] * want[i];
+  }
+  const double rms = std::sqrt(norm / static_cast<double>(std::max<size_t>(1, got.size())));
+  if (rms == 0) return expect(worst == 0, what + " must be zero", worst, 0);
+  expect(worst <= worst_bound * rms, what + " worst", worst / rms, worst_bound);
+  expect(std::sqrt(error / norm) <= rms_bound, what + " rms", std::sqrt(error / norm), rms_bound);
+  if (std::getenv("VERBOSE")) std::printf("%s worst %.2e rms %.2e\n", what.c_str(), worst / rms, std::sqrt(error / norm));
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
+}
+
+const char* name(DType d) { return d == DType::kFloat32 ? "f32" : d == DType::kBFloat16 ? "bf16" : "f16"; }
+
+void test_isa(const std::string& isa) {
+  setenv("MOE_OPS_CPU_ISA", isa.c_str(), 1);
+  ThreadTeam one(1), two(std::vector<int>{usable_cpus()[0], usable_cpus().back(), usable_cpus()[0]});
+  const ActivationParams silu{Activation::kSilu, false, 0, 1}, limited{Activation::kSilu, true, 1.0f, 1};
+  const ActivationParams oai{Activation::kSwigluOai, true, 2.0f, 1.702f};
+  struct Shape {
+    int64_t E, H, I, T, K;
+  };
+  const W13Layout layouts[] = {W13Layout::kGateUp, W13Layout::kUpGate, W13Layout::kInterleaved};
+  int n = 0;
+  // T and K so that experts get 1, 4, 5, 16, 17, 40 and 150 rows.
+  for (const Shape& s : {Shape{4, 96, 32, 1, 2}, Shape{3, 192, 96, 9, 2}, Shape{2, 64, 192, 33, 1}, Shape{1, 128, 64, 40, 1},
+                         Shape{2, 288, 64, 150, 2}}) {
+    const W13Layout layout = layouts[n++ % 3];
+    Layer l(s.E, s.H, s.I, layout, 7 + n);
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      const ActivationParams& a = n % 3 == 0 ? limited : n % 3 == 1 ? silu : oai;
+      Input in(s.T, s.K, s.H, s.E, dtype, 11 + n);
+      if (s.T > 4) {
+        in.ids[0] = -1;
+        in.ids[3] = s.E;
+        in.router[5] = 0;
+        for (int64_t k = 0; k < s.K; ++k) in.ids[2 * s.K + k] = -1;
+      }
+      const bool bias = n % 2 == 0;
+      const std::string what = isa + " T" + std::to_string(s.T) + " H" + std::to_string(s.H) + " " + name(dtype);
+      const auto want = reference(l, bias, a, in);
+      const auto raw = run(l.weights(false, bias), a, in, false, one);
+      // bfloat16: the intermediate row is rounded to 8 bits on the tile path; the others keep 15 bits or more.
+      const bool coarse = isa == "amx" && dtype == DType::kBFloat16;
+      compare(raw, want, coarse ? 2e-2 : 8e-4, coarse ? 3e-3 : 1.2e-4, what);
+      expect(same_bits(raw, run(l.weights(true, bias), a, in, false, one)), what + " prepared");
+      expect(same_bits(raw, run(l.weights(true, bias), a, in, false, two)), what + " threads");
+      const auto invariant = run(l.weights(true, bias), a, in, true, two);
+      Input single = in;
+      single.T = 1;
+      for (int64_t t : {int64_t{0}, s.T / 2, s.T - 1}) {
+        single.x.assign(&in.x[t * s.H], &in.x[t * s.H] + s.H);
+        single.half.assign(&in.half[t * s.H], &in.half[t * s.H] + s.H);
+        single.ids.assign(&in.ids[t * s.K], &in.ids[t * s.K] + s.K);
+        single.router.assign(&in.router[t * s.K], &in.router[t * s.K] + s.K);
+        const auto row = run(l.weights(true, bias), a, single, true, one);
+        expect(std::memcmp(row.data(), &invariant[t * s.H], s.H * 4) == 0, what + " batch invariance");
+      }
+      const auto rounded = run(l.weights(true, bias), a, in, false, one, DType::kBFloat16);
+      const auto rounded16 = run(l.weights(true, bias), a, in, false, one, DType::kFloat16);
+      bool exact = true;
+      for (size_t i = 0; i < raw.size(); ++i) {
+        exact &= rounded[i] == from_bf16(to_bf16(raw[i])) && rounded16[i] == from_f16(to_f16(raw[i]));
+      }
+      expect(exact, what + " one rounding");
+    }
+  }
+
+  // Scale bytes: one row of each code, activations whose products are exact.
+  for (int64_t T : {1, 6}) {
+    Layer l(1, 32, 256, W13Layout::kGateUp, 3);
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Input in(T, 1, 32, 1, dtype, 5);
+      for (size_t i = 0; i < in.x.size(); ++i) in.set(static_cast<int64_t>(i), i % 32 == 7 ? 1.0f : 0.0f);
+      for (int64_t r = 0; r < 2 * l.I; ++r) l.s13[r] = r < l.I ? static_cast<uint8_t>(r) : 127;
+      std::fill(l.s2.begin(), l.s2.end(), 127);
+      // Row i of the intermediate is one: gate saturates, and down picks it.
+      for (int64_t code : {1, 7, 9, 15}) {
+        std::fill(l.w13.begin(), l.w13.end(), static_cast<uint8_t>(code | code << 4));
+        const auto want = reference(l, false, silu, in);
+        compare(run(l.weights(false, false), silu, in, false, one), want, 1e-6, 1e-6, isa + " scales w13");
+      }
+    }
+  }
+  for (int64_t T : {1, 6}) {
+    Layer l(1, 256, 32, W13Layout::kGateUp, 3);
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Input in(T, 1, 256, 1, dtype, 5);
+      for (int64_t r = 0; r < l.H; ++r) l.s2[r] = static_cast<uint8_t>(r);
+      const auto want = reference(l, false, silu, in);
+      const auto got = run(l.weights(false, false), silu, in, false, one);
+      bool ok = true;
+      for (int64_t t = 0; t < T; ++t) {
+        for (int64_t c = 0; c < 256; ++c) {
+          const double w = want[t * 256 + c], g = got[t * 256 + c];
+          // Near the ends float32 sums overflow or lose bits; the reference in double does not.
+          if (std::isnan(w)) ok &= std::isnan(g);
+          if (c > 30 && c < 240) ok &= std::fabs(g - w) <= 0.05 * std::fabs(w) + 0.08 * std::ldexp(10, static_cast<int>(c) - 127);
+          if (c <= 30) ok &= std::fabs(g - w) <= 0.05 * std::ldexp(10, static_cast<int>(c) - 127) && (c == 0 || g != 0);
+        }
+      }
+      expect(ok, isa + " scales w2 T" + std::to_string(T) + " " + name(dtype));
+    }
+  }
+
+  // Rows that are not finite, and rows with one large element, leave the others alone.
+  for (int64_t T : {3, 20}) {
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      Layer l(1, 96, 64, W13Layout::kUpGate, 21);
+      Input in(T, 1, 96, 1, dtype, 22, 0);
+      const auto clean = run(l.weights(true, false), silu, in, false, one);
+      Input dirty = in;
+      dirty.set(96 + 5, INFINITY);
+      dirty.set(2 * 96 + 40, NAN);
+      const auto got = run(l.weights(true, false), silu, dirty, false, two);
+      bool same = true, special = true;
+      for (int64_t i = 0; i < T * 96; ++i) {
+        if (i / 96 == 1 || i / 96 == 2) {
+          special &= !std::isfinite(got[i]);
+        } else {
+          same &= std::memcmp(&got[i], &clean[i], 4) == 0;
+        }
+      }
+      expect(same, isa + " rows beside NaN " + name(dtype));
+      expect(special, isa + " NaN rows " + name(dtype));
+      Input spiky = in;
+      for (int64_t t = 0; t < T; ++t) spiky.set(t * 96 + 3, 3e4f);
+      for (auto& v : l.w13) v &= 0xFF;
+      for (int64_t r = 0; r < 2 * l.I; ++r) l.w13[r * 48 + 1] &= 0x0F;  // weight of element 3
+      l.packed13.clear();
+      const auto want = reference(l, false, silu, spiky);
+      compare(run(l.weights(false, false), silu, spiky, false, one), want, 1.5e-2, 4e-3, isa + " spikes " + name(dtype));
+    }
+  }
+}
+
+void test_across_isas(const std::vector<std::string>& isas) {
+  const ActivationParams silu{Activation::kSilu, false, 0, 1};
+  Layer l(2, 160, 96, W13Layout::kInterleaved, 5);
+  ThreadTeam one(1);
+  Input in(3, 2, 160, 2, DType::kBFloat16, 6);
+  std::vector<float> first;
+  for (const std::string& isa : isas) {
+    if (isa == "scalar" || isa == "amx") continue;
+    setenv("MOE_OPS_CPU_ISA", isa.c_str(), 1);
+    const auto got = run(l.weights(true, false), silu, in, false, one);
+    if (!first.empty()) expect(same_bits(first, got), isa + " has the bits of the other integer kernels");
+    first = got;
+  }
+}
+
+void test_bf16_weights(const std::string& isa) {
+  setenv("MOE_OPS_CPU_ISA", isa.c_str(), 1);
+  ThreadTeam one(1);
+  const ActivationParams silu{Activation::kSilu, false, 0, 1};
+  for (int64_t T : {2, 21, 70}) {
+    Layer l(2, 96, 64, W13Layout::kGateUp, 5);
+    std::vector<uint16_t> w13(l.E * 2 * l.I * l.H), w2(l.E * l.H * l.I);
+    for (int64_t r = 0; r < l.E * 2 * l.I; ++r) {
+      for (int64_t k = 0; k < l.H; ++k) w13[r * l.H + k] = to_bf16(static_cast<float>(l.at13(0, r, k)));
+    }
+    for (int64_t r = 0; r < l.E * l.H; ++r) {
+      for (int64_t k = 0; k < l.I; ++k) w2[r * l.I + k] = to_bf16(static_cast<float>(l.at2(0, r, k)));
+    }
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      Input in(T, 2, l.H, l.E, dtype, 9);
+      ExpertWeights w = l.weights(false, true);
+      w.layout = WeightLayout::kBFloat16;
+      w.w13 = reinterpret_cast<const uint8_t*>(w13.data());
+      w.w2 = reinterpret_cast<const uint8_t*>(w2.data());
+      w.w13_scale = w.w2_scale = nullptr;
+      const bool coarse = isa == "amx" && dtype == DType::kBFloat16;
+      compare(run(w, silu, in, false, one), reference(l, true, silu, in), coarse ? 2e-2 : 8e-4, coarse ? 3e-3 : 1.2e-4,
+              isa + " bf16 weights " + name(dtype) + " T" + std::to_string(T));
+    }
+  }
+}
+
+void test_backward() {
+  ThreadTeam one(1), two(std::vector<int>{usable_cpus()[0], usable_cpus().back(), usable_cpus()[0]});
+  for (const ActivationParams& a : {ActivationParams{Activation::kSilu, false, 0, 1}, ActivationParams{Activation::kSwigluOai, true, 1.5f, 1.702f}}) {
+    Layer l(2, 64, 32, W13Layout::kInterleaved, 31);
+    Input in(5, 2, 64, 2, DType::kFloat32, 32);
+    in.ids[3] = -1;
+    in.router[4] = 0;
+    Input grad(5, 2, 64, 2, DType::kFloat32, 33);
+    for (bool prepared : {false, true}) {
+      std::vector<float> gx(5 * 64, NAN), gw(10, NAN), gx2(5 * 64, NAN), gw2(10, NAN);
+      const MoeBatch b{5, 2, in.data(), in.dtype, 64, in.ids.data(), in.router.data(), nullptr, DType::kFloat32, 64};
+      fused_mxfp4_moe_backward(l.weights(prepared, true), a, b, {grad.x.data(), gx.data(), gw.data()}, one);
+      fused_mxfp4_moe_backward(l.weights(prepared, true), a, b, {grad.x.data(), gx2.data(), gw2.data()}, two);
+      expect(same_bits(gx, gx2) && same_bits(gw, gw2), "backward threads");
+      const auto loss = [&](const Input& at) {
+        const auto y = reference(l, true, a, at);
+        double sum = 0;
+        for (size_t i = 0; i < y.size(); ++i) sum += y[i] * grad.x[i];
+        return sum;
+      };
+      for (int64_t i : {0, 70, 64 * 3 + 9, 64 * 4 + 63}) {
+        Input up = in, down = in;
+        up.x[i] += 0.0009765625f;
+        down.x[i] -= 0.0009765625f;
+        const double want = (loss(up) - loss(down)) / 0.001953125;
+        expect(std::fabs(gx[i] - want) <= 2e-2 * std::max(1.0, std::fabs(want)), "backward x", gx[i], want);
+      }
+      for (int64_t i = 0; i < 10; ++i) {
+        Input up = in, down = in;
+        up.router[i] = in.router[i] + 0.125f;
+        down.router[i] = in.router[i] - 0.125f;
+        if (down.router[i] == 0) continue;
+        const double want = (loss(up) - loss(down)) / 0.25;
+        expect(std::fabs(gw[i] - want) <= 1e-4 * std::max(1.0, std::fabs(want)), "backward weights", gw[i], want);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::vector<std::string> isas;
+  int count;
+  const mxfp4::Kernels* const* table = mxfp4::all_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    if (table[i]->supported()) isas.push_back(table[i]->name);
+  }
+  for (const std::string& isa : isas) {
+    test_isa(isa);
+    test_bf16_weights(isa);
+  }
+  test_across_isas(isas);
+  test_backward();
+  std::string names;
+  for (const std::string& isa : isas) names += " " + isa;
+  std::printf("%d checks, %d failed, instruction sets:%s\n", checks, failures, names.c_str());
+  return failures != 0;
+}
