@@ -1,4 +1,4 @@
-"""torch.compile, torch.export and AOTInductor over the ops, on the CPU and, with MOE_OPS_TEST_BACKEND=cuda, on a GPU."""
+"""torch.compile, torch.export and AOTInductor over the ops, on the CPU or (MOE_OPS_TEST_BACKEND=cuda) on a GPU."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""A fake raises the same error, word for word, as the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.conftest import BACKEND
+from tests.samples import Sample, samples
+
+pytestmark = pytest.mark.skipif(BACKEND in ("reference", "triton-interpret"), reason="about registered ops")
+DEVICE = torch.device(BACKEND if BACKEND in ("cuda", "npu") else "cpu")
+
+
+def damaged(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Wrong dtype, wrong rank, wrong size."""
+    wrong_dtype = torch.int16 if tensor.dtype != torch.int16 else torch.int32
+    return [tensor.to(wrong_dtype), tensor.unsqueeze(0), torch.cat([tensor, tensor[:1]])]
+
+
+def broken(sample: Sample) -> list[tuple[str, tuple, dict]]:
+    """The sample with one tensor damaged at a time, and with wrong words and numbers."""
+    cases = []
+    for index, value in enumerate(sample.args):
+        if isinstance(value, torch.Tensor):
+            for n, bad in enumerate(damaged(value)):
+                args = (*sample.args[:index], bad, *sample.args[index + 1 :])
+                cases.append((f"arg{index}-{n}", args, sample.options))
+    for name, value in sample.options.items():
+        if isinstance(value, torch.Tensor):
+            cases += [
+                (f"{name}-{n}", sample.args, {**sample.options, name: bad}) for n, bad in enumerate(damaged(value))
+            ]
+        elif isinstance(value, str):
+            cases.append((name, sample.args, {**sample.options, name: "nonsense"}))
+        elif isinstance(value, float):
+            cases.append((name, sample.args, {**sample.options, name: float("inf")}))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            cases.append((name, sample.args, {**sample.options, name: -3}))
+    return cases
+
+
+def outcome(op, args, options) -> str:
+    try:
+        op(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+SAMPLES = [s for s in samples(DEVICE) if "no-tokens" not in s.id] if BACKEND in ("cpu", "cuda", "npu") else []
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: f"{s.op}-{s.id}")
+def test_same_words(sample: Sample):
+    op = getattr(torch.ops.moe_ops, sample.op).default
+    raised = 0
+    for name, args, options in broken(sample):
+        real = outcome(op, args, options)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake_args, fake_options = torch.utils._pytree.tree_map(
+                lambda value, mode=mode: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value,
+                (args, options),
+            )
+            fake = outcome(op, fake_args, fake_options)
+        assert fake == real, name
+        if real != "no error":
+            raised += 1
+            assert real.startswith(f"{sample.op}: "), name
+            assert " must be " in real and ", got " in real, name
+    assert raised >= 2
