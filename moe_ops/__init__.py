@@ -13,6 +13,8 @@ _register.register_fakes()
 _register.register_kernels(_register.load_native())
 autograd.register()
 
+from moe_ops.cpu_experts import CpuExperts  # noqa: E402
+from moe_ops.engine import CpuMoeEngine  # noqa: E402
 from moe_ops.ops import (  # noqa: E402  (the ops must exist before the functions that call them)
     cpu_moe_submit,
     cpu_moe_sync,
@@ -24,15 +26,20 @@ from moe_ops.ops import (  # noqa: E402  (the ops must exist before the function
     topk_permute_out,
     topk_unpermute,
 )
+from moe_ops.placement import gpu_expert_masks, select_deferred_experts  # noqa: E402
 
 __all__ = [
+    "CpuExperts",
+    "CpuMoeEngine",
     "__version__",
     "cpu_moe_submit",
     "cpu_moe_sync",
     "ep_remap",
     "fused_mxfp4_moe",
     "fused_mxfp4_moe_out",
+    "gpu_expert_masks",
     "route_metadata",
+    "select_deferred_experts",
     "topk_permute",
     "topk_permute_out",
     "topk_unpermute",

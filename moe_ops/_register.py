@@ -106,7 +106,8 @@ def register_kernels(native_reasons: dict[str, str]) -> None:
             if file.endswith(_NATIVE_SUFFIXES):
                 if has_kernel(op.name, key):
                     continue
-                reason = native_reasons.get(key, f"moe_ops/{NATIVE_LIBRARIES[key]} does not contain {file}")
+                library = key if key in NATIVE_LIBRARIES else "CPU"  # kernels of no device live in the CPU's library
+                reason = native_reasons.get(library, f"moe_ops/{NATIVE_LIBRARIES[library]} does not contain {file}")
             else:
                 reason = _python_reason(file)
                 if not reason:

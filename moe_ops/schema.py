@@ -61,6 +61,36 @@ _MOE_OPTIONS = (
     "float? swiglu_alpha=None, Tensor? expert_map=None"
 )
 
+# Internal ops by which moe_ops/engine.py manages engines. They take host values and are called outside graphs.
+_ENGINE_OPS: dict[str, str] = {
+    "create": "(str name, int threads, int node_count, int[] nodes, int max_jobs, str sysfs) -> int",
+    "close": "(int engine, bool drain) -> ()",
+    "close_all": "() -> ()",
+    "plan": "(int engine) -> Tensor",
+    "add_experts": "(int engine, str name, int num_experts, int hidden_size, int intermediate_size, bool bfloat16,"
+    " str w13_layout, bool swiglu_oai, float? limit, float alpha, bool w13_bias, bool w2_bias, bool batch_invariant)"
+    " -> int",
+    "remove_experts": "(int handle, int engine) -> ()",
+    "load": "(int handle, int expert, Tensor? w13, Tensor? w13_scale, Tensor? w2, Tensor? w2_scale, Tensor? w13_bias,"
+    " Tensor? w2_bias) -> ()",
+    "unload": "(int handle, int expert) -> ()",
+    "read": "(int handle, int expert) -> Tensor[]",
+    "present": "(int handle) -> Tensor",
+    "bytes_per_expert": "(int handle) -> int",
+    "stats": "(int engine) -> Tensor",
+    "trace": "(int engine) -> (Tensor numbers, Tensor names)",
+    "hold": "(int engine, bool held) -> ()",
+    "wait_idle": "(int engine) -> ()",
+    "discard": "(int ticket) -> ()",
+    "discard_unsynced": "(int engine) -> int",
+    "is_done": "(int ticket) -> bool",
+    "check": "(int engine) -> ()",
+    "handle": "(str qualified_name) -> int",
+    "inject_failures": "(int handle, int count) -> ()",
+    "set_synchronous": "(bool on) -> ()",
+    "synchronous": "() -> bool",
+}
+
 OPS: tuple[Op, ...] = (
     Op(
         "topk_permute",
@@ -128,6 +158,10 @@ OPS: tuple[Op, ...] = (
         "(Tensor ticket, Tensor device_out, *, Tensor? deferred_ticket=None, ScalarType? out_dtype=None) -> Tensor",
         _kernels("cpu_moe_sync", cpu="csrc/cpu/cpu_moe.cpp", cuda="csrc/cuda/cpu_moe.cpp"),
         ordered=True,
+    ),
+    *(
+        Op(f"_engine_{name}", schema, {"CompositeExplicitAutograd": "csrc/cpu/engine_admin.cpp"})
+        for name, schema in _ENGINE_OPS.items()
     ),
 )
 

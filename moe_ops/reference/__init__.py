@@ -3,6 +3,8 @@
 Readable before fast; every function has the signature of its op and works on any device.
 """
 
+from moe_ops.reference.cpu_moe_submit import cpu_moe_submit
+from moe_ops.reference.cpu_moe_sync import cpu_moe_sync
 from moe_ops.reference.ep_remap import ep_remap
 from moe_ops.reference.fused_mxfp4_moe import fused_mxfp4_moe
 from moe_ops.reference.fused_mxfp4_moe_backward import fused_mxfp4_moe_backward
@@ -15,6 +17,8 @@ from moe_ops.reference.topk_unpermute import topk_unpermute
 from moe_ops.reference.topk_unpermute_backward import topk_unpermute_backward
 
 __all__ = [
+    "cpu_moe_submit",
+    "cpu_moe_sync",
     "dequantize_mxfp4",
     "ep_remap",
     "fused_mxfp4_moe",

@@ -1,25 +1,31 @@
-// C interface of the engine, for stream runtimes that are driven from outside C++ (ctypes, ACL callbacks) and for the CUDA coupling.
+// C interface of the engine, for stream runtimes that are driven from outside C++ (ctypes, ACL callbacks) and for the
+// CUDA coupling.
 //
 // A stream couples to the engine with two host functions:
 //
-//   submit:  [device -> staging copies]  host function moe_ops_submit_call_run(call)  [staging -> ticket tensors copies]
-//   sync:    [ticket tensors -> staging copies]  host function moe_ops_sync_call_run(call)  [staging -> device copy of output]
+//   submit:  [device -> staging copies]  host function moe_ops_submit_call_run(call)  [staging -> ticket tensors
+//   copies] sync:    [ticket tensors -> staging copies]  host function moe_ops_sync_call_run(call)  [staging -> device
+//   copy of output]
 //
-// `call` objects are created on the host while the operator runs. They point into staging memory of the caller (pinned, laid out as it
-// likes), which must stay valid until the copies that follow the host function have completed; for a captured graph, as long as the graph.
-// The host functions read and write that memory and nothing else of the caller. They never throw, never allocate, never take the GIL and
-// call no device runtime, so they are legal inside cudaLaunchHostFunc, aclrtLaunchHostFunc and aclrtLaunchCallback. submit only enqueues.
-// sync blocks until the job that the ticket names has run; it never waits for another callback.
+// `call` objects are created on the host while the operator runs. They point into staging memory of the caller (pinned,
+// laid out as it likes), which must stay valid until the copies that follow the host function have completed; for a
+// captured graph, as long as the graph. The host functions read and write that memory and nothing else of the caller.
+// They never throw, never allocate, never take the GIL and call no device runtime, so they are legal inside
+// cudaLaunchHostFunc, aclrtLaunchHostFunc and aclrtLaunchCallback. submit only enqueues. sync blocks until the job that
+// the ticket names has run; it never waits for another callback.
 //
 // Eager and captured calls:
-//   - arena == NULL: a one-shot call. Its host function frees it. A call whose launch failed is freed with moe_ops_call_destroy.
-//   - arena != NULL: a call of a captured graph. It may run any number of times (each run of a submit mints a fresh ticket). The graph owns the
-//     arena: destroy it (moe_ops_arena_destroy, legal in a destroy callback) when the graph dies; that frees its calls and its jobs. Calls of one
-//     arena must be created in the order in which the graph will run them; streams that run in parallel inside one graph need
-//     moe_ops_arena_set_parallel.
+//   - arena == NULL: a one-shot call. Its host function frees it. A call whose launch failed is freed with
+//   moe_ops_call_destroy.
+//   - arena != NULL: a call of a captured graph. It may run any number of times (each run of a submit mints a fresh
+//   ticket). The graph owns the
+//     arena: destroy it (moe_ops_arena_destroy, legal in a destroy callback) when the graph dies; that frees its calls
+//     and its jobs. Calls of one arena must be created in the order in which the graph will run them; streams that run
+//     in parallel inside one graph need moe_ops_arena_set_parallel.
 //
-// Failure: a create function returns NULL and moe_ops_last_error() of the same thread says why. A job that fails on a stream gives NaN rows
-// in its sync and leaves an error that moe_ops_take_error hands out; the next operator call must raise it.
+// Failure: a create function returns NULL and moe_ops_last_error() of the same thread says why. A job that fails on a
+// stream gives NaN rows in its sync and leaves an error that moe_ops_take_error hands out; the next operator call must
+// raise it.
 #pragma once
 #include <stdint.h>
 
@@ -68,15 +74,17 @@ MOE_OPS_EXPORT void moe_ops_sync_call_run(void* call);
 // Frees a one-shot call that never ran. Calls of an arena are freed with it.
 MOE_OPS_EXPORT void moe_ops_call_destroy(void* call);
 
-// Copies the oldest unreported stream error (0 terminated, truncated to size) and forgets it. handle = 0 takes any engine's; otherwise only errors of
-// the engine that serves this handle, and those that belong to no engine. Returns the number of errors found before the call, 0 if none.
+// Copies the oldest unreported stream error (0 terminated, truncated to size) and forgets it. handle = 0 takes any
+// engine's; otherwise only errors of the engine that serves this handle, and those that belong to no engine. Returns
+// the number of errors found before the call, 0 if none.
 MOE_OPS_EXPORT int64_t moe_ops_take_error(int64_t handle, char* text, int64_t size);
 
-// 1 while MOE_OPS_SYNC (or moe_ops.engine.set_synchronous) forces synchronous operation: wait for the stream on the host, call the two run functions directly,
-// and refuse inside a capture.
+// 1 while MOE_OPS_SYNC (or moe_ops.engine.set_synchronous) forces synchronous operation: wait for the stream on the
+// host, call the two run functions directly, and refuse inside a capture.
 MOE_OPS_EXPORT int64_t moe_ops_synchronous(void);
 
-// Raises nothing: 1 if the handle names experts of a living engine with this hidden size, 0 if it names none, -1 if the hidden size differs.
+// Raises nothing: 1 if the handle names experts of a living engine with this hidden size, 0 if it names none, -1 if the
+// hidden size differs.
 MOE_OPS_EXPORT int64_t moe_ops_check_handle(int64_t handle, int64_t hidden_size);
 
 #ifdef __cplusplus

@@ -1,0 +1,253 @@
+// The C interface: calls that stream host functions run.
+#include "engine/c_api.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <new>
+
+#include "engine/arena.h"
+#include "engine/state.h"
+
+namespace moe_ops::engine {
+namespace {
+
+thread_local std::string last_error;
+
+// `kind` comes first so that moe_ops_call_destroy can tell the two apart.
+enum class Kind { kSubmit, kSync };
+
+struct Call {
+  Kind kind;
+  Call* next;  // calls of an arena, freed with it
+};
+
+// Calls and blocks of one graph.
+struct Graph {
+  Arena* arena;
+  Call* calls;
+};
+
+struct Submit : Call {
+  Graph* graph;
+  Geometry geometry;
+  const int64_t* handle;
+  const void* hidden_states;
+  const int64_t* topk_ids;
+  const float* topk_weights;
+  int64_t* tickets;
+  Submission* submission;  // reserved for a one-shot call
+  int64_t previous[2];     // tickets of the last replay
+};
+
+struct Sync : Call {
+  Graph* graph;
+  int64_t num_tokens, hidden_size;
+  const int64_t* tickets;
+  float* output;
+};
+
+// The last replay's job whose ticket nobody took: its ticket tensor is about to be overwritten, so nobody will.
+void forget_previous(Submit& call) noexcept {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  for (int64_t& ticket : call.previous) {
+    Job* job = ticket ? find_job(ticket) : nullptr;
+    if (job && !job->claimed && !job->abandoned) forget_locked(job);
+    ticket = 0;
+  }
+}
+
+Submission* pop_for_replay(Submit& call) noexcept {
+  forget_previous(call);
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  // A block is only ever missing while an unsynced job of the last replay still runs, which needs no callback to end.
+  Submission* submission = nullptr;
+  s.released.wait(lock, [&] { return (submission = call.graph->arena->pop_locked(call.geometry)) != nullptr; });
+  return submission;
+}
+
+// Adds a job's rows to the output, or sets them. NaN where it failed.
+void deliver(int64_t ticket, const Sync& call, bool first) noexcept {
+  Taken taken = take(ticket, call.num_tokens, call.hidden_size);
+  int64_t elements = call.num_tokens * call.hidden_size;
+  if (taken.failed) {
+    report_stream_error(taken.job ? engine_of_job(taken.job) : 0, taken.error);
+    for (int64_t i = 0; i < elements; ++i) call.output[i] = std::numeric_limits<float>::quiet_NaN();
+  } else if (first) {
+    if (taken.rows)
+      std::memcpy(call.output, taken.rows, elements * sizeof(float));
+    else
+      std::memset(call.output, 0, elements * sizeof(float));
+  } else if (taken.rows) {
+    for (int64_t i = 0; i < elements; ++i) call.output[i] += taken.rows[i];
+  }
+  if (taken.job) release(taken.job);
+}
+
+template <class T>
+T* keep(T* call, Graph* graph) {
+  call->graph = graph;
+  if (graph) {
+    call->next = graph->calls;
+    graph->calls = call;
+  }
+  return call;
+}
+
+}  // namespace
+}  // namespace moe_ops::engine
+
+using namespace moe_ops::engine;
+
+int64_t moe_ops_engine_abi(void) { return MOE_OPS_ENGINE_ABI; }
+
+const char* moe_ops_last_error(void) { return last_error.c_str(); }
+
+void* moe_ops_arena_create(void) {
+  try {
+    return new Graph{new Arena, nullptr};
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return nullptr;
+  }
+}
+
+void moe_ops_arena_set_parallel(void* arena) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  static_cast<Graph*>(arena)->arena->set_parallel();
+}
+
+void moe_ops_arena_destroy(void* arena) {
+  if (!arena) return;
+  auto* graph = static_cast<Graph*>(arena);
+  while (Call* call = graph->calls) {
+    graph->calls = call->next;
+    if (call->kind == Kind::kSubmit) {
+      forget_previous(*static_cast<Submit*>(call));
+      delete static_cast<Submit*>(call);
+    } else {
+      delete static_cast<Sync*>(call);
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    graph->arena->kill_locked();
+  }
+  delete graph;
+}
+
+void* moe_ops_submit_call_create(void* arena, int64_t num_tokens, int64_t top_k, int64_t hidden_size, int64_t dtype,
+                                 int64_t max_deferred, const int64_t* handle, const void* hidden_states,
+                                 const int64_t* topk_ids, const float* topk_weights, int64_t* tickets) {
+  try {
+    last_error.clear();
+    auto* graph = static_cast<Graph*>(arena);
+    Geometry geometry{num_tokens, top_k, hidden_size, static_cast<Element>(dtype), max_deferred};
+    auto call = std::make_unique<Submit>();
+    call->kind = Kind::kSubmit;
+    call->geometry = geometry;
+    call->handle = handle;
+    call->hidden_states = hidden_states;
+    call->topk_ids = topk_ids;
+    call->topk_weights = topk_weights;
+    call->tickets = tickets;
+    if (graph) {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      graph->arena->reserve_locked(geometry);
+    } else {
+      call->submission = acquire_eager(geometry);
+    }
+    return static_cast<Call*>(keep(call.release(), graph));
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return nullptr;
+  }
+}
+
+void* moe_ops_sync_call_create(void* arena, int64_t num_tokens, int64_t hidden_size, const int64_t* tickets,
+                               int64_t with_deferred, float* output) {
+  try {
+    last_error.clear();
+    auto* graph = static_cast<Graph*>(arena);
+    auto call = std::make_unique<Sync>();
+    call->kind = Kind::kSync;
+    call->num_tokens = num_tokens;
+    call->hidden_size = hidden_size;
+    call->tickets = tickets;
+    call->output = output;
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (graph)
+      graph->arena->note_sync_locked(num_tokens, hidden_size, with_deferred != 0);
+    else
+      ++state().syncs_in_flight;
+    return static_cast<Call*>(keep(call.release(), graph));
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return nullptr;
+  }
+}
+
+void moe_ops_submit_call_run(void* pointer) {
+  auto& call = *static_cast<Submit*>(static_cast<Call*>(pointer));
+  const Geometry& g = call.geometry;
+  Submission* submission = call.graph ? pop_for_replay(call) : call.submission;
+  std::memcpy(hidden_states_of(submission), call.hidden_states, g.num_tokens * g.hidden_size * element_size(g.element));
+  std::memcpy(topk_ids_of(submission), call.topk_ids, g.num_tokens * g.top_k * sizeof(int64_t));
+  std::memcpy(topk_weights_of(submission), call.topk_weights, g.num_tokens * g.top_k * sizeof(float));
+  Tickets tickets = submit(submission, *call.handle, Origin::kStream);
+  call.tickets[0] = tickets.ticket;
+  call.tickets[1] = tickets.deferred;
+  if (call.graph) {
+    call.previous[0] = tickets.ticket;
+    call.previous[1] = tickets.deferred;
+  } else {
+    delete &call;
+  }
+}
+
+void moe_ops_sync_call_run(void* pointer) {
+  auto& call = *static_cast<Sync*>(static_cast<Call*>(pointer));
+  deliver(call.tickets[0], call, true);
+  if (call.tickets[1] != 0) deliver(call.tickets[1], call, false);
+  if (call.graph) return;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    --state().syncs_in_flight;
+    state().released.notify_all();
+  }
+  delete &call;
+}
+
+void moe_ops_call_destroy(void* pointer) {
+  if (!pointer) return;
+  auto* call = static_cast<Call*>(pointer);
+  if (call->kind == Kind::kSubmit) {
+    auto* submit_call = static_cast<Submit*>(call);
+    if (submit_call->graph) return;
+    give_back(submit_call->submission);
+    delete submit_call;
+  } else {
+    auto* sync_call = static_cast<Sync*>(call);
+    if (sync_call->graph) return;
+    {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      --state().syncs_in_flight;
+      state().released.notify_all();
+    }
+    delete sync_call;
+  }
+}
+
+int64_t moe_ops_take_error(int64_t handle, char* text, int64_t size) {
+  return take_stream_error(handle ? find_engine(handle) : 0, text, size);
+}
+
+int64_t moe_ops_synchronous(void) { return synchronous() ? 1 : 0; }
+
+int64_t moe_ops_check_handle(int64_t handle, int64_t hidden_size) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  auto found = state().experts.find(handle);
+  if (found == state().experts.end() || stale(*found->second.engine) || found->second.engine->closed) return 0;
+  return found->second.experts->hidden_size == hidden_size ? 1 : -1;
+}

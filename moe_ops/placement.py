@@ -1,0 +1,54 @@
+"""Which experts live where, and which slots of a token may run late."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ops._errors import require
+
+
+def select_deferred_experts(topk_ids: Tensor, topk_weights: Tensor, max_deferred: int) -> tuple[Tensor, Tensor]:
+    """Split ids into those that run now and those that may run one layer late, token by token.
+
+    Up to max_deferred valid slots of a token, those of lowest weight, are deferred. Of two equal weights the lower slot
+    stays immediate; a NaN weight counts as the largest. A token's split does not depend on the other tokens.
+
+    topk_ids:     [T, K] int; a negative id is no expert and stays -1 in both results.
+    topk_weights: [T, K] float.
+    Returns (immediate, deferred), both like topk_ids; each valid id is in exactly one of them, the other holds -1.
+    """
+    op = "select_deferred_experts"
+    require(topk_ids.dim() == 2, op, "topk_ids", "[num_tokens, top_k] int", topk_ids)
+    require(topk_weights.shape == topk_ids.shape, op, "topk_weights", f"{list(topk_ids.shape)} float", topk_weights)
+    valid = topk_ids >= 0
+    weights = topk_weights.to(torch.float32)
+    weights = torch.where(torch.isnan(weights), torch.inf, weights)
+    # Ascending and stable over reversed slots: of equal weights the higher slot comes first. Invalid slots come last.
+    order = torch.where(valid, weights, torch.inf).flip(1).argsort(dim=1, stable=True)
+    order = topk_ids.shape[1] - 1 - order
+    # A valid slot of weight inf must still come before the invalid ones.
+    order = order.gather(1, (~valid).gather(1, order).to(torch.int8).argsort(dim=1, stable=True))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    late = valid & (rank < max_deferred)
+    none = torch.full_like(topk_ids, -1)
+    return torch.where(valid & ~late, topk_ids, none), torch.where(late, topk_ids, none)
+
+
+def gpu_expert_masks(frequencies: Tensor, num_gpu_experts: int) -> Tensor:
+    """The most used experts of a whole model: True for the num_gpu_experts largest entries over layers x experts.
+
+    frequencies: [L, E] real, on any device, any strides.
+    num_gpu_experts: clamped to [0, L * E].
+    Returns [L, E] bool on the CPU. Of equal frequencies the earlier layer, then the lower expert, comes first; NaN
+    counts as the smallest.
+    """
+    require(frequencies.dim() == 2, "gpu_expert_masks", "frequencies", "[num_layers, num_experts]", frequencies)
+    flat = frequencies.detach().to("cpu", torch.float64).reshape(-1)
+    flat = torch.where(torch.isnan(flat), -torch.inf, flat)
+    count = min(max(int(num_gpu_experts), 0), flat.numel())
+    mask = torch.zeros(flat.numel(), dtype=torch.bool)
+    mask[flat.argsort(descending=True, stable=True)[:count]] = True
+    return mask.reshape(frequencies.shape)
