@@ -1,5 +1,7 @@
-// Torch-free test of the CPU kernels: every instruction set of this machine against double precision, and against itself
-// for other thread counts and layouts. Prints one line per check that fails; exit status 1 if there was any.
+// Torch-free test of the CPU kernels: every instruction set of this machine against double precision, and against
+// itself for other thread counts and layouts. Prints one line per check that fails; exit status 1 if there was any.
+#include "cpu/kernels/fused_mxfp4_moe.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -10,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "cpu/kernels/fused_mxfp4_moe.h"
 #include "cpu/kernels/fused_mxfp4_moe_kernels.h"
 
 using namespace moe_ops;
@@ -183,8 +184,8 @@ struct Input {
   const void* data() const { return dtype == DType::kFloat32 ? static_cast<const void*>(x.data()) : half.data(); }
 };
 
-std::vector<float> run(const ExpertWeights& w, const ActivationParams& a, const Input& in, bool invariant, ThreadTeam& team,
-                       DType out_dtype = DType::kFloat32) {
+std::vector<float> run(const ExpertWeights& w, const ActivationParams& a, const Input& in, bool invariant,
+                       ThreadTeam& team, DType out_dtype = DType::kFloat32) {
   std::vector<float> out(in.T * in.H, NAN);
   std::vector<uint16_t> half(in.T * in.H, 0x7FC0);
   MoeBatch b{in.T, in.K, in.data(), in.dtype, in.H, in.ids.data(), in.router.data(), nullptr, out_dtype, in.H};
@@ -248,7 +249,8 @@ void compare(const std::vector<float>& got, const std::vector<double>& want, dou
   if (rms == 0) return expect(worst == 0, what + " must be zero", worst, 0);
   expect(worst <= worst_bound * rms, what + " worst", worst / rms, worst_bound);
   expect(std::sqrt(error / norm) <= rms_bound, what + " rms", std::sqrt(error / norm), rms_bound);
-  if (std::getenv("VERBOSE")) std::printf("%s worst %.2e rms %.2e\n", what.c_str(), worst / rms, std::sqrt(error / norm));
+  if (std::getenv("VERBOSE"))
+    std::printf("%s worst %.2e rms %.2e\n", what.c_str(), worst / rms, std::sqrt(error / norm));
 }
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
@@ -268,8 +270,8 @@ void test_isa(const std::string& isa) {
   const W13Layout layouts[] = {W13Layout::kGateUp, W13Layout::kUpGate, W13Layout::kInterleaved};
   int n = 0;
   // T and K so that experts get 1, 4, 5, 16, 17, 40 and 150 rows.
-  for (const Shape& s : {Shape{4, 96, 32, 1, 2}, Shape{3, 192, 96, 9, 2}, Shape{2, 64, 192, 33, 1}, Shape{1, 128, 64, 40, 1},
-                         Shape{2, 288, 64, 150, 2}}) {
+  for (const Shape& s : {Shape{4, 96, 32, 1, 2}, Shape{3, 192, 96, 9, 2}, Shape{2, 64, 192, 33, 1},
+                         Shape{1, 128, 64, 40, 1}, Shape{2, 288, 64, 150, 2}}) {
     const W13Layout layout = layouts[n++ % 3];
     Layer l(s.E, s.H, s.I, layout, 7 + n);
     for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
@@ -340,7 +342,8 @@ void test_isa(const std::string& isa) {
           const double w = want[t * 256 + c], g = got[t * 256 + c];
           // Near the ends float32 sums overflow or lose bits; the reference in double does not.
           if (std::isnan(w)) ok &= std::isnan(g);
-          if (c > 30 && c < 240) ok &= std::fabs(g - w) <= 0.05 * std::fabs(w) + 0.08 * std::ldexp(10, static_cast<int>(c) - 127);
+          if (c > 30 && c < 240)
+            ok &= std::fabs(g - w) <= 0.05 * std::fabs(w) + 0.08 * std::ldexp(10, static_cast<int>(c) - 127);
           if (c <= 30) ok &= std::fabs(g - w) <= 0.05 * std::ldexp(10, static_cast<int>(c) - 127) && (c == 0 || g != 0);
         }
       }
@@ -374,7 +377,8 @@ void test_isa(const std::string& isa) {
       for (int64_t r = 0; r < 2 * l.I; ++r) l.w13[r * 48 + 1] &= 0x0F;  // weight of element 3
       l.packed13.clear();
       const auto want = reference(l, false, silu, spiky);
-      compare(run(l.weights(false, false), silu, spiky, false, one), want, 1.5e-2, 4e-3, isa + " spikes " + name(dtype));
+      compare(run(l.weights(false, false), silu, spiky, false, one), want, 1.5e-2, 4e-3,
+              isa + " spikes " + name(dtype));
     }
   }
 }
@@ -423,7 +427,8 @@ void test_bf16_weights(const std::string& isa) {
 
 void test_backward() {
   ThreadTeam one(1), two(std::vector<int>{usable_cpus()[0], usable_cpus().back(), usable_cpus()[0]});
-  for (const ActivationParams& a : {ActivationParams{Activation::kSilu, false, 0, 1}, ActivationParams{Activation::kSwigluOai, true, 1.5f, 1.702f}}) {
+  for (const ActivationParams& a : {ActivationParams{Activation::kSilu, false, 0, 1},
+                                    ActivationParams{Activation::kSwigluOai, true, 1.5f, 1.702f}}) {
     Layer l(2, 64, 32, W13Layout::kInterleaved, 31);
     Input in(5, 2, 64, 2, DType::kFloat32, 32);
     in.ids[3] = -1;

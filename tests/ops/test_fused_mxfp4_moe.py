@@ -172,6 +172,8 @@ def test_scale_bytes_of_w2(ops, device, byte):
     experts["w2"] &= 0x33
     experts["w2_scale"][:, :, 0] = byte
     x, (ids, routing) = make_rows(4, 32, torch.float32), make_routing(4, 1, 2)
+    if byte > 200:
+        x *= 2.0**-8  # else single products leave float32, and the sign of the infinity depends on the order of the sum
     scale = 2.0 ** max(-100, min(100, 127 - byte))
     check(ops, device, x, ids, routing * scale, experts, w13_layout="gate_up")
 

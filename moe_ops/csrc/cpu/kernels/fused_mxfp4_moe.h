@@ -54,8 +54,8 @@ struct MoeGradients {
   float* grad_topk_weights;   // [T, K], every element is written; 0 where there is no expert
 };
 
-// Gradients in the activations and the router weights; the output fields of `batch` are not read. A slot of weight 0 has
-// a gradient of its own.
+// Gradients in the activations and the router weights; the output fields of `batch` are not read. A slot of weight 0
+// has a gradient of its own.
 void fused_mxfp4_moe_backward(const ExpertWeights& weights, const ActivationParams& activation, const MoeBatch& batch,
                               const MoeGradients& gradients, ThreadTeam& team);
 

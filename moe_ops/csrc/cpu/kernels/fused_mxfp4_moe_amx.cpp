@@ -21,11 +21,38 @@ constexpr uint16_t bits_of(int exponent, int half) {
   return static_cast<uint16_t>((exponent + 127 + kTableScale - 127) << 7 | half << 6);
 }
 constexpr uint16_t kSign = 0x8000;
-alignas(64) const uint16_t kTable[32] = {
-    0, bits_of(-1, 0),         bits_of(0, 0),         bits_of(0, 1),         bits_of(1, 0),         bits_of(1, 1),         bits_of(2, 0),         bits_of(2, 1),
-    0, bits_of(-1, 0) | kSign, bits_of(0, 0) | kSign, bits_of(0, 1) | kSign, bits_of(1, 0) | kSign, bits_of(1, 1) | kSign, bits_of(2, 0) | kSign, bits_of(2, 1) | kSign,
-    0, bits_of(-1, 0),         bits_of(0, 0),         bits_of(0, 1),         bits_of(1, 0),         bits_of(1, 1),         bits_of(2, 0),         bits_of(2, 1),
-    0, bits_of(-1, 0) | kSign, bits_of(0, 0) | kSign, bits_of(0, 1) | kSign, bits_of(1, 0) | kSign, bits_of(1, 1) | kSign, bits_of(2, 0) | kSign, bits_of(2, 1) | kSign};
+alignas(64) const uint16_t kTable[32] = {0,
+                                         bits_of(-1, 0),
+                                         bits_of(0, 0),
+                                         bits_of(0, 1),
+                                         bits_of(1, 0),
+                                         bits_of(1, 1),
+                                         bits_of(2, 0),
+                                         bits_of(2, 1),
+                                         0,
+                                         bits_of(-1, 0) | kSign,
+                                         bits_of(0, 0) | kSign,
+                                         bits_of(0, 1) | kSign,
+                                         bits_of(1, 0) | kSign,
+                                         bits_of(1, 1) | kSign,
+                                         bits_of(2, 0) | kSign,
+                                         bits_of(2, 1) | kSign,
+                                         0,
+                                         bits_of(-1, 0),
+                                         bits_of(0, 0),
+                                         bits_of(0, 1),
+                                         bits_of(1, 0),
+                                         bits_of(1, 1),
+                                         bits_of(2, 0),
+                                         bits_of(2, 1),
+                                         0,
+                                         bits_of(-1, 0) | kSign,
+                                         bits_of(0, 0) | kSign,
+                                         bits_of(0, 1) | kSign,
+                                         bits_of(1, 0) | kSign,
+                                         bits_of(1, 1) | kSign,
+                                         bits_of(2, 0) | kSign,
+                                         bits_of(2, 1) | kSign};
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -79,7 +106,8 @@ struct Source {
     for (int t = 0; t < N; ++t) {
       const uint8_t* codes = tiles[t].codes + b * kTileBlockBytes;
       const uint8_t* scales = tiles[t].scales + b * kTileRows;
-      for (int j = 0; j < 4; ++j) _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
+      for (int j = 0; j < 4; ++j)
+        _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
       if ((b & 3) == 0) _mm_prefetch(reinterpret_cast<const char*>(scales) + kPrefetchBytes / 16, _MM_HINT_T0);
       const __m128i s = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
       range[t].smallest = _mm_min_epu8(range[t].smallest, s);
@@ -212,8 +240,8 @@ Source<N> make_source(const Tile* tiles, int64_t num_blocks, uint16_t* panel, bo
   return {tiles, num_blocks, panel, keep || ready ? -1 : kRing - 1, ready, _mm512_load_si512(kTable), {}};
 }
 
-unsigned gemm_bf16(const Tile* tiles, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows, float* out,
-                   int64_t out_stride, uint16_t* panel, bool panel_ready, bool keep_panel) {
+unsigned gemm_bf16(const Tile* tiles, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
+                   float* out, int64_t out_stride, uint16_t* panel, bool panel_ready, bool keep_panel) {
   static const TileConfig config;
   _tile_loadconfig(&config);
   unsigned bad = 0;
@@ -224,7 +252,8 @@ unsigned gemm_bf16(const Tile* tiles, int num_tiles, int64_t num_blocks, const P
     bad = run<1>(source, rows, out, out_stride);
   } else {
     for (int t = 0; t < num_tiles; t += 2) {
-      auto source = make_source<2>(tiles + t, num_blocks, panel + t * num_blocks * kTileElements, panel_ready, keep_panel);
+      auto source =
+          make_source<2>(tiles + t, num_blocks, panel + t * num_blocks * kTileElements, panel_ready, keep_panel);
       float* to = out + t * kTileRows;
       const unsigned pair = row_tiles == 1   ? run<1>(source, rows, to, out_stride)
                             : row_tiles == 2 ? run<2>(source, rows, to, out_stride)
@@ -238,8 +267,8 @@ unsigned gemm_bf16(const Tile* tiles, int num_tiles, int64_t num_blocks, const P
 
 void pack_block(const float* block, bool permute, uint16_t* high, uint16_t* low) {
   const auto order = [permute](const F16& x, const F16& y) {
-    const __m512i joined = _mm512_inserti64x4(_mm512_castsi256_si512(bits<__m256i>(narrow_bf16(x))),
-                                              bits<__m256i>(narrow_bf16(y)), 1);
+    const __m512i joined =
+        _mm512_inserti64x4(_mm512_castsi256_si512(bits<__m256i>(narrow_bf16(x))), bits<__m256i>(narrow_bf16(y)), 1);
     const __m128i group = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     return permute ? _mm512_shuffle_epi8(joined, _mm512_broadcast_i32x4(group)) : joined;
   };
@@ -265,7 +294,8 @@ void fill_panel(const uint16_t* const* weight_rows, int num_tiles, int64_t num_b
         const uint16_t* const* rows = weight_rows + t * kTileRows + r;
         for (int c = 0; c < 4; ++c) {
           __m128i v[4];
-          for (int i = 0; i < 4; ++i) v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + b * kBlock + 8 * c));
+          for (int i = 0; i < 4; ++i)
+            v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + b * kBlock + 8 * c));
           transpose4(v[0], v[1], v[2], v[3]);
           for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + (4 * c + i) * 64 + r * 4), v[i]);
         }

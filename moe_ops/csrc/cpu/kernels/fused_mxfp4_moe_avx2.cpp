@@ -37,7 +37,8 @@ void gemm_f32(const Tile* tiles, int num_tiles, int64_t num_blocks, const float*
   gemm_f32_with(tiles, num_tiles, num_blocks, rows, num_rows, out, out_stride, decode_block);
 }
 
-void gemm_f32_transposed(const Tile& block, const float* const* coefficients, int num_rows, float* out, int64_t out_stride) {
+void gemm_f32_transposed(const Tile& block, const float* const* coefficients, int num_rows, float* out,
+                         int64_t out_stride) {
   gemm_f32_transposed_with(block, coefficients, num_rows, out, out_stride, decode_block);
 }
 
@@ -51,8 +52,10 @@ inline __m256i dot4(__m256i unsigned_weights, const int8_t* digits) {
 
 // Eight of the sixteen rows of a tile at a time: for M activation rows 3 M sums.
 template <int M>
-unsigned gemm_q16_half(const Tile& tile, int half, int64_t num_blocks, const QuantRow* rows, float* out, int64_t out_stride) {
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kUnsignedWeights)));
+unsigned gemm_q16_half(const Tile& tile, int half, int64_t num_blocks, const QuantRow* rows, float* out,
+                       int64_t out_stride) {
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kUnsignedWeights)));
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256 sum[M];
   for (int m = 0; m < M; ++m) sum[m] = _mm256_setzero_ps();
@@ -61,7 +64,8 @@ unsigned gemm_q16_half(const Tile& tile, int half, int64_t num_blocks, const Qua
   const uint8_t* scales = tile.scales;
   for (int64_t b = 0; b < num_blocks; ++b, codes += kTileBlockBytes, scales += kTileRows) {
     if (half == 0) {
-      for (int j = 0; j < 4; ++j) _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
+      for (int j = 0; j < 4; ++j)
+        _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
     }
     const __m128i s = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
     smallest = _mm_min_epu8(smallest, s);

@@ -29,7 +29,8 @@ void gemm_f32(const Tile* tiles, int num_tiles, int64_t num_blocks, const float*
   gemm_f32_with(tiles, num_tiles, num_blocks, rows, num_rows, out, out_stride, decode_block);
 }
 
-void gemm_f32_transposed(const Tile& block, const float* const* coefficients, int num_rows, float* out, int64_t out_stride) {
+void gemm_f32_transposed(const Tile& block, const float* const* coefficients, int num_rows, float* out,
+                         int64_t out_stride) {
   gemm_f32_transposed_with(block, coefficients, num_rows, out, out_stride, decode_block);
 }
 
@@ -44,7 +45,8 @@ unsigned gemm_q16_tile(const Tile& tile, int64_t num_blocks, const QuantRow* row
   const uint8_t* scales = tile.scales;
   for (int64_t b = 0; b < num_blocks; ++b, codes += kTileBlockBytes, scales += kTileRows) {
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
+    for (int j = 0; j < 4; ++j)
+      _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
     if ((b & 3) == 0) _mm_prefetch(reinterpret_cast<const char*>(scales) + kPrefetchBytes / 16, _MM_HINT_T0);
     const __m128i s = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
     smallest = _mm_min_epu8(smallest, s);

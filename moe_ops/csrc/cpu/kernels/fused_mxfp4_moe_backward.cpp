@@ -1,7 +1,7 @@
 // Gradients of fused_mxfp4_moe in float32, the weights being constants.
 //
-// With y = down(h), h = act(gate, up): grad_topk_weights = <grad_output, y> = <down^T grad_output, h> (+ the bias), so that y
-// is not needed, and grad_hidden_states = sum of weight * (gate^T dgate + up^T dup).
+// With y = down(h), h = act(gate, up): grad_topk_weights = <grad_output, y> = <down^T grad_output, h> (+ the bias), so
+// that y is not needed, and grad_hidden_states = sum of weight * (gate^T dgate + up^T dup).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -24,7 +24,8 @@ class Backward {
 
   void run() {
     plan_ = make_plan(w_, batch_, 0, batch_.num_tokens, k_, false, false);
-    const int64_t rows = static_cast<int64_t>(plan_.slots.size()), hidden = w_.hidden_size, inter = w_.intermediate_size;
+    const int64_t rows = static_cast<int64_t>(plan_.slots.size()), hidden = w_.hidden_size,
+                  inter = w_.intermediate_size;
     Arena arena;
     x_ = arena.take<float>(batch_.num_tokens * hidden);
     gate_up_ = arena.take<float>(rows * 2 * inter);
@@ -82,7 +83,8 @@ class Backward {
       alignas(64) float grad_h[kRows * kBlock] = {};
       for (int64_t h = 0; h < w_.hidden_size / kTileRows; ++h) {
         const float* rows[kRows];
-        for (int i = 0; i < n; ++i) rows[i] = grad_.grad_output + job.slots[r + i].token * w_.hidden_size + h * kTileRows;
+        for (int i = 0; i < n; ++i)
+          rows[i] = grad_.grad_output + job.slots[r + i].token * w_.hidden_size + h * kTileRows;
         k_.gemm_f32_transposed(view_.w2_block(job.expert, h, g, scratch), rows, n, grad_h, kBlock);
       }
       for (int i = 0; i < n; ++i) {

@@ -12,7 +12,9 @@ namespace mxfp4 {
 const Kernels* const* all_kernels(int* count) {
   static const Kernels* const table[] = {
 #if defined(__x86_64__)
-      &amx_kernels(), &avx512_kernels(), &avx2_kernels(),
+      &amx_kernels(),
+      &avx512_kernels(),
+      &avx2_kernels(),
 #elif defined(__aarch64__)
       &neon_kernels(),
 #endif

@@ -15,8 +15,8 @@ namespace moe_ops {
 namespace mxfp4 {
 namespace {
 
-constexpr int kFloatRows = 8;         // rows widened at once for gemm_f32
-constexpr int kChunkRows = 96;        // rows of an expert in one item: their activations stay in the cache
+constexpr int kFloatRows = 8;   // rows widened at once for gemm_f32
+constexpr int kChunkRows = 96;  // rows of an expert in one item: their activations stay in the cache
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // intermediate results of one round of tokens
 constexpr int64_t kInlineElements = 16384;          // less preparation than this is not worth waking threads for
 
@@ -70,8 +70,8 @@ struct Activations {
 
 class Forward {
  public:
-  Forward(const ExpertWeights& w, const ActivationParams& params, const MoeBatch& batch, const Kernels& kernels, bool invariant,
-          ThreadTeam& team)
+  Forward(const ExpertWeights& w, const ActivationParams& params, const MoeBatch& batch, const Kernels& kernels,
+          bool invariant, ThreadTeam& team)
       : w_(w), params_(params), batch_(batch), k_(kernels), view_(w, kernels), invariant_(invariant), team_(team) {}
 
   // Tokens [first, first + count).
@@ -103,7 +103,8 @@ class Forward {
 
  private:
   const uint8_t* hidden_row(int64_t token) const {
-    return static_cast<const uint8_t*>(batch_.hidden_states) + token * batch_.hidden_stride * element_size(batch_.dtype);
+    return static_cast<const uint8_t*>(batch_.hidden_states) +
+           token * batch_.hidden_stride * element_size(batch_.dtype);
   }
 
   float* sum_row(int64_t token) const {
@@ -279,8 +280,8 @@ class Forward {
       if (job.path == Path::kPacked) {
         const int64_t at = from.packed_offset(job.first_row + r, 0);
         const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr};
-        bad |= k_.gemm_bf16(group.tiles, group.num_tiles, from.num_blocks, rows, n, scratch.out, kGroupRows, scratch.panel,
-                            ready, r + step < end);
+        bad |= k_.gemm_bf16(group.tiles, group.num_tiles, from.num_blocks, rows, n, scratch.out, kGroupRows,
+                            scratch.panel, ready, r + step < end);
         ready = true;
         if (bad) float_product(job, from, group, bad, which, n, scratch, scratch.out);
       } else if (job.path == Path::kQuant) {
@@ -333,12 +334,14 @@ class Forward {
     // Small intermediate rows stay in the cache over all experts. Large ones are read once per item: few wide items.
     int64_t rows = 0;
     for (const Job& job : plan_.jobs) rows += job.num_rows;
-    const int64_t per_item = rows * w_.intermediate_size * 2 <= (1 << 20) ? 1 : (groups + team_.size() - 1) / team_.size();
+    const int64_t per_item =
+        rows * w_.intermediate_size * 2 <= (1 << 20) ? 1 : (groups + team_.size() - 1) / team_.size();
     const int64_t items = (groups + per_item - 1) / per_item;
     for_items(items, std::max<int64_t>(1, rows) * hidden * w_.intermediate_size, [&](Scratch& scratch, int64_t item) {
       const int64_t first = item * per_item, last = std::min(groups, first + per_item);
       const int64_t begin = first * group_tiles * kTileRows, end = std::min(hidden, last * group_tiles * kTileRows);
-      for (int64_t t = first_; t < first_ + count_; ++t) std::memset(sum_row(t) + begin, 0, (end - begin) * sizeof(float));
+      for (int64_t t = first_; t < first_ + count_; ++t)
+        std::memset(sum_row(t) + begin, 0, (end - begin) * sizeof(float));
       for (const Job& job : plan_.jobs) {
         for (int chunk = 0; chunk < job.num_rows; chunk += kChunkRows) {
           for (int64_t g = first; g < last; ++g) second_group(job, chunk, g * group_tiles, group_tiles, scratch);
@@ -363,7 +366,8 @@ class Forward {
     product(job, h_, group, chunk, end, scratch, [&](int r, int n, const float* out) {
       for (int i = 0; i < n; ++i) {
         const Slot& slot = job.slots[r + i];
-        k_.accumulate(sum_row(slot.token) + column, out + i * kGroupRows, bias, slot.weight, group.num_tiles * kTileRows);
+        k_.accumulate(sum_row(slot.token) + column, out + i * kGroupRows, bias, slot.weight,
+                      group.num_tiles * kTileRows);
       }
     });
   }

@@ -1,5 +1,5 @@
-// Kernels in portable C++ with vector types, compiled once per instruction set: each file that includes this gets its own
-// copy (internal linkage), at the width its flags allow. They do the same arithmetic in the same order everywhere.
+// Kernels in portable C++ with vector types, compiled once per instruction set: each file that includes this gets its
+// own copy (internal linkage), at the width its flags allow. They do the same arithmetic in the same order everywhere.
 #pragma once
 
 // Vector arguments never cross a translation unit here, so their ABI does not matter.
@@ -47,9 +47,7 @@ inline F16 select(const I16& mask, const F16& yes, const F16& no) {
 
 // Number conversions, 16 at a time, with all special values.
 
-inline F16 widen_bf16(const uint16_t* p) {
-  return bits<F16>(__builtin_convertvector(load<U16x16>(p), U16) << 16);
-}
+inline F16 widen_bf16(const uint16_t* p) { return bits<F16>(__builtin_convertvector(load<U16x16>(p), U16) << 16); }
 
 inline U16x16 narrow_bf16(const F16& x) {
   const U16 u = bits<U16>(x);
@@ -151,8 +149,8 @@ inline F16 exponential(const F16& exponent) {
   }
 }
 
-[[maybe_unused]] void pack_tile(const uint8_t* codes, int64_t row_stride, const uint8_t* scales, int64_t scale_stride, int64_t num_blocks,
-               uint8_t* tile_codes, uint8_t* tile_scales) {
+[[maybe_unused]] void pack_tile(const uint8_t* codes, int64_t row_stride, const uint8_t* scales, int64_t scale_stride,
+                                int64_t num_blocks, uint8_t* tile_codes, uint8_t* tile_scales) {
   for (int64_t b = 0; b < num_blocks; ++b) {
     for (int r = 0; r < kTileRows; ++r) {
       for (int j = 0; j < 4; ++j) {
@@ -209,8 +207,8 @@ void gemm_f32_tile(const Tile& tile, int64_t num_blocks, const float* const* row
 }
 
 template <class Decode>
-void gemm_f32_with(const Tile* tiles, int num_tiles, int64_t num_blocks, const float* const* rows, int num_rows, float* out,
-                   int64_t out_stride, Decode decode) {
+void gemm_f32_with(const Tile* tiles, int num_tiles, int64_t num_blocks, const float* const* rows, int num_rows,
+                   float* out, int64_t out_stride, Decode decode) {
   for (int t = 0; t < num_tiles; ++t) {
     int m = 0;
     for (; m + 4 <= num_rows; m += 4) {
@@ -243,18 +241,18 @@ void gemm_f32_transposed_with(const Tile& block, const float* const* coefficient
   }
 }
 
-[[maybe_unused]] inline void gemm_f32_generic(const Tile* tiles, int num_tiles, int64_t num_blocks, const float* const* rows, int num_rows,
-                             float* out, int64_t out_stride) {
+[[maybe_unused]] inline void gemm_f32_generic(const Tile* tiles, int num_tiles, int64_t num_blocks,
+                                              const float* const* rows, int num_rows, float* out, int64_t out_stride) {
   gemm_f32_with(tiles, num_tiles, num_blocks, rows, num_rows, out, out_stride, decode_block_generic);
 }
 
-[[maybe_unused]] inline void gemm_f32_transposed_generic(const Tile& block, const float* const* coefficients, int num_rows,
-                                                        float* out, int64_t out_stride) {
+[[maybe_unused]] inline void gemm_f32_transposed_generic(const Tile& block, const float* const* coefficients,
+                                                         int num_rows, float* out, int64_t out_stride) {
   gemm_f32_transposed_with(block, coefficients, num_rows, out, out_stride, decode_block_generic);
 }
 
-[[maybe_unused]] void gemm_w16(const uint16_t* const* weight_rows, int num_weight_rows, int64_t size, const float* const* rows, int num_rows,
-              float* out, int64_t out_stride) {
+[[maybe_unused]] void gemm_w16(const uint16_t* const* weight_rows, int num_weight_rows, int64_t size,
+                               const float* const* rows, int num_rows, float* out, int64_t out_stride) {
   for (int r = 0; r < num_weight_rows; ++r) {
     for (int m0 = 0; m0 < num_rows; m0 += 4) {
       const int count = num_rows - m0 < 4 ? num_rows - m0 : 4;

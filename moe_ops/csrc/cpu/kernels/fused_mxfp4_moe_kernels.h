@@ -1,7 +1,8 @@
 // What the driver of fused_mxfp4_moe needs from an instruction set: a table of functions on tiles of weights.
 //
 // Layout x86_v1. A tile is 16 rows of a weight matrix, over all of K:
-//   codes  [K/32][4][16] dwords; dword (b, j, r) holds the eight codes k = 32 b + 8 j + 0..7 of row r, low nibble first,
+//   codes  [K/32][4][16] dwords; dword (b, j, r) holds the eight codes k = 32 b + 8 j + 0..7 of row r, low nibble
+//   first,
 //          that is, the bytes of the checkpoint, transposed in units of four;
 //   scales [K/32][16] bytes.
 // w13 is [E, I/16, 2, K/32, 256] bytes, gate tile before up tile; w2 is [E, H/16, K/32, 256]; the scales end in 16.
@@ -60,8 +61,8 @@ struct Kernels {
                     int64_t num_blocks, uint8_t* tile_codes, uint8_t* tile_scales);
 
   // out[m][16 t + r] = row r of tile t times activation row m. Exact weights, float32 sums, any scale.
-  void (*gemm_f32)(const Tile* tiles, int num_tiles, int64_t num_blocks, const float* const* rows, int num_rows, float* out,
-                   int64_t out_stride);
+  void (*gemm_f32)(const Tile* tiles, int num_tiles, int64_t num_blocks, const float* const* rows, int num_rows,
+                   float* out, int64_t out_stride);
   // out[m][k] += sum over r of coefficients[m][r] * row r of the tile's block at k, for its 32 k; gradients.
   void (*gemm_f32_transposed)(const Tile& block, const float* const* coefficients, int num_rows, float* out,
                               int64_t out_stride);
@@ -72,8 +73,8 @@ struct Kernels {
   // False where 16 bits cannot hold the block's elements well (not finite, or small ones beside a large one).
   bool (*quantize)(const float* block, int8_t* digits, float* scale, int32_t* offset);
   // As gemm_f32; the result has bit t set where tile t has scales out of range and its values are void.
-  unsigned (*gemm_q16)(const Tile* tiles, int num_tiles, int64_t num_blocks, const QuantRow* rows, int num_rows, float* out,
-                       int64_t out_stride);
+  unsigned (*gemm_q16)(const Tile* tiles, int num_tiles, int64_t num_blocks, const QuantRow* rows, int num_rows,
+                       float* out, int64_t out_stride);
 
   // 32 elements of a row to their place in PackedRows; `low` may be null.
   void (*pack_block)(const float* block, bool permute, uint16_t* high, uint16_t* low);

@@ -84,8 +84,8 @@ void* ThreadBuffer::get(size_t bytes) {
   return data_;
 }
 
-Plan make_plan(const ExpertWeights& weights, const MoeBatch& batch, int64_t first, int64_t count, const Kernels& kernels,
-               bool batch_invariant, bool skip_zero_weights) {
+Plan make_plan(const ExpertWeights& weights, const MoeBatch& batch, int64_t first, int64_t count,
+               const Kernels& kernels, bool batch_invariant, bool skip_zero_weights) {
   Plan plan;
   const int64_t top_k = batch.top_k, experts = weights.num_experts;
   const int64_t* ids = batch.topk_ids + first * top_k;

@@ -43,9 +43,10 @@ struct Plan {
   bool any_quant = false;
 };
 
-// Slots of tokens [first, first + count) whose id is an expert and, with skip_zero_weights, whose weight is not exactly 0.
-Plan make_plan(const ExpertWeights& weights, const MoeBatch& batch, int64_t first, int64_t count, const Kernels& kernels,
-               bool batch_invariant, bool skip_zero_weights);
+// Slots of tokens [first, first + count) whose id is an expert and, with skip_zero_weights, whose weight is not exactly
+// 0.
+Plan make_plan(const ExpertWeights& weights, const MoeBatch& batch, int64_t first, int64_t count,
+               const Kernels& kernels, bool batch_invariant, bool skip_zero_weights);
 
 // Memory of one call, handed out in aligned pieces. Blocks are kept for later calls, up to a limit.
 class Arena {

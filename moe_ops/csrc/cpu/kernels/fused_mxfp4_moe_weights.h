@@ -31,7 +31,8 @@ class WeightView {
       const int64_t i = 32 * g + 16 * (t / 2);
       if (weights_.layout == WeightLayout::kX86V1) {
         const int64_t tile = (expert * (inter / kTileRows) + i / kTileRows) * 2 + t % 2;
-        group->tiles[t] = {weights_.w13 + tile * blocks * kTileBlockBytes, weights_.w13_scale + tile * blocks * kTileRows};
+        group->tiles[t] = {weights_.w13 + tile * blocks * kTileBlockBytes,
+                           weights_.w13_scale + tile * blocks * kTileRows};
         continue;
       }
       const int64_t row = expert * 2 * inter + w13_row(i, t % 2 == 1), step = w13_step();
@@ -46,7 +47,8 @@ class WeightView {
     for (int t = 0; t < num_tiles; ++t) {
       if (weights_.layout == WeightLayout::kX86V1) {
         const int64_t tile = expert * (hidden / kTileRows) + first + t;
-        group->tiles[t] = {weights_.w2 + tile * blocks * kTileBlockBytes, weights_.w2_scale + tile * blocks * kTileRows};
+        group->tiles[t] = {weights_.w2 + tile * blocks * kTileBlockBytes,
+                           weights_.w2_scale + tile * blocks * kTileRows};
         continue;
       }
       const int64_t row = expert * hidden + kTileRows * (first + t);
@@ -62,8 +64,8 @@ class WeightView {
       const int64_t at = ((expert * (inter / kTileRows) + i) * 2 + up) * blocks + b;
       return {weights_.w13 + at * kTileBlockBytes, weights_.w13_scale + at * kTileRows};
     }
-    return pack_one(weights_.w13, weights_.w13_scale, expert * 2 * inter + w13_row(i * kTileRows, up), w13_step(), blocks, b,
-                    scratch);
+    return pack_one(weights_.w13, weights_.w13_scale, expert * 2 * inter + w13_row(i * kTileRows, up), w13_step(),
+                    blocks, b, scratch);
   }
 
   Tile w2_block(int64_t expert, int64_t h, int64_t b, uint8_t* scratch) const {
@@ -89,9 +91,12 @@ class WeightView {
   // Row of w13 (and of its bias) that makes gate or up element i.
   int64_t w13_row(int64_t i, bool up) const {
     switch (weights_.w13_layout) {
-      case W13Layout::kGateUp: return up ? weights_.intermediate_size + i : i;
-      case W13Layout::kUpGate: return up ? i : weights_.intermediate_size + i;
-      case W13Layout::kInterleaved: break;
+      case W13Layout::kGateUp:
+        return up ? weights_.intermediate_size + i : i;
+      case W13Layout::kUpGate:
+        return up ? i : weights_.intermediate_size + i;
+      case W13Layout::kInterleaved:
+        break;
     }
     return 2 * i + up;
   }
@@ -101,13 +106,13 @@ class WeightView {
 
   Tile pack_one(const uint8_t* w, const uint8_t* scales, int64_t row, int64_t step, int64_t blocks, int64_t b,
                 uint8_t* scratch) const {
-    kernels_.pack_tile(w + (row * blocks + b) * 16, step * blocks * 16, scales + row * blocks + b, step * blocks, 1, scratch,
-                       scratch + kTileBlockBytes);
+    kernels_.pack_tile(w + (row * blocks + b) * 16, step * blocks * 16, scales + row * blocks + b, step * blocks, 1,
+                       scratch, scratch + kTileBlockBytes);
     return {scratch, scratch + kTileBlockBytes};
   }
 
-  void load_rows(const uint8_t* w, const uint8_t* scales, int64_t row, int64_t step, int64_t size, uint8_t* scratch, int t,
-                 TileGroup* group) const {
+  void load_rows(const uint8_t* w, const uint8_t* scales, int64_t row, int64_t step, int64_t size, uint8_t* scratch,
+                 int t, TileGroup* group) const {
     if (!is_mxfp4()) {
       const uint16_t* base = reinterpret_cast<const uint16_t*>(w) + row * size;
       for (int r = 0; r < kTileRows; ++r) group->rows[t * kTileRows + r] = base + r * step * size;

@@ -30,8 +30,9 @@ inline void transpose4(__m128i& a, __m128i& b, __m128i& c, __m128i& d) {
   d = _mm_unpackhi_epi64(ab1, cd1);
 }
 
-[[maybe_unused]] inline void pack_tile_x86(const uint8_t* codes, int64_t row_stride, const uint8_t* scales, int64_t scale_stride,
-                          int64_t num_blocks, uint8_t* tile_codes, uint8_t* tile_scales) {
+[[maybe_unused]] inline void pack_tile_x86(const uint8_t* codes, int64_t row_stride, const uint8_t* scales,
+                                           int64_t scale_stride, int64_t num_blocks, uint8_t* tile_codes,
+                                           uint8_t* tile_scales) {
   for (int64_t b = 0; b < num_blocks; ++b) {
     uint8_t* out = tile_codes + b * kTileBlockBytes;
     for (int r = 0; r < kTileRows; r += 4) {
@@ -45,7 +46,8 @@ inline void transpose4(__m128i& a, __m128i& b, __m128i& c, __m128i& d) {
   int64_t b = 0;
   for (; b + 16 <= num_blocks; b += 16) {
     __m128i v[16], w[16];
-    for (int r = 0; r < 16; ++r) v[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + r * scale_stride + b));
+    for (int r = 0; r < 16; ++r)
+      v[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + r * scale_stride + b));
     // Four rounds of a perfect shuffle transpose 16 x 16 bytes.
     for (int round = 0; round < 2; ++round) {
       for (int i = 0; i < 8; ++i) {

@@ -30,8 +30,9 @@ class ThreadTeam {
 
   int size() const;
 
-  // Calls function(ctx, thread, size()) once for each thread, the caller being one of them, and waits. The first exception
-  // of a thread is rethrown. Callers on several threads take turns. Workers block between runs, after a bounded spin.
+  // Calls function(ctx, thread, size()) once for each thread, the caller being one of them, and waits. The first
+  // exception of a thread is rethrown. Callers on several threads take turns. Workers block between runs, after a
+  // bounded spin.
   void run(Function function, void* ctx);
 
   // run() with a callable (int thread, int num_threads).
