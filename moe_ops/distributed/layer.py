@@ -159,10 +159,10 @@ class ExpertParallelMoE(nn.Module):
         output = self.experts(rows, expert_ids[:, None], ones, **options)
         require(output.shape == rows.shape, _OP, "experts", f"a function to {list(rows.shape)}", output)
         if rows.requires_grad and not output.requires_grad and torch.is_grad_enabled():
-            if rows.shape[0]:
+            if rows.shape[0] and self.capacity is None:
                 raise RuntimeError(f"{_OP}: experts must be differentiable where hidden_states requires a gradient")
-            # Experts that skip an empty batch drop its autograd edge; the other ranks' backward needs this rank's part.
-            output = output + rows.to(output.dtype)
+            # Experts without a valid row may drop its autograd edge; the other ranks' backward needs this rank's part.
+            output = torch.where(torch.zeros_like(output, dtype=torch.bool), rows.to(output.dtype), output)
         return output.to(self.combine_dtype)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,10 @@ class RouteSpec:
     shards: ExpertShards = field(init=False)
     ep_size: int = field(init=False)
     ep_rank: int = field(init=False)
+    # 27 bits that differ, almost surely, where ranks were set up differently; travels in every header.
+    fingerprint: int = field(init=False, repr=False)
+    # What a cached route depends on beside the counts. Holds the group itself: an address could be used again.
+    topology: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size"):
@@ -58,6 +61,10 @@ class RouteSpec:
         object.__setattr__(self, "ep_size", group_size(self.group))
         object.__setattr__(self, "ep_rank", group_rank(self.group))
         object.__setattr__(self, "shards", ExpertShards(self.num_experts, self.ep_size))
+        shared = (self.num_experts, self.top_k, self.hidden_size, self.mode, self.tokens, self.max_local_tokens)
+        shared += (self.distinct_experts, self.ep_size)
+        object.__setattr__(self, "fingerprint", zlib.crc32(repr(shared).encode()) >> 5)
+        object.__setattr__(self, "topology", (self.group, self.ep_rank, *shared))
 
     @property
     def auto(self) -> bool:
@@ -67,18 +74,6 @@ class RouteSpec:
     @property
     def max_local_experts(self) -> int:
         return self.shards.max_local
-
-    @cached_property
-    def fingerprint(self) -> int:
-        """27 bits that differ, almost surely, where ranks were set up differently; travels in every header."""
-        what = (self.num_experts, self.top_k, self.hidden_size, self.mode, self.tokens, self.max_local_tokens)
-        return zlib.crc32(repr((what, self.distinct_experts, self.ep_size)).encode()) >> 5
-
-    @cached_property
-    def topology(self) -> tuple:
-        """What a cached route depends on beside the counts. Holds the group itself: an address could be used again."""
-        what = (self.num_experts, self.top_k, self.hidden_size, self.mode, self.tokens, self.max_local_tokens)
-        return (self.group, self.ep_size, self.ep_rank, *what, self.distinct_experts)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def _worker(rank: int, world_size: int, store: str, group_timeout: float, pipe: 
 class Cluster:
     """`run(function, *arguments)` calls a module-level function on every rank and returns the list of its results."""
 
-    def __init__(self, world_size: int, group_timeout: float = 30.0) -> None:
+    def __init__(self, world_size: int, group_timeout: float = 15.0) -> None:
         self.world_size = world_size
         self.group_timeout = group_timeout
         self._processes: list[Any] = []
