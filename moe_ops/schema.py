@@ -162,6 +162,23 @@ OPS: tuple[Op, ...] = (
     *(
         Op(f"_engine_{name}", schema, {"CompositeExplicitAutograd": "csrc/cpu/engine_admin.cpp"})
         for name, schema in _ENGINE_OPS.items()
+    # Native parts of the CUDA kernels in triton/: arguments are checked and outputs allocated there.
+    Op(
+        "_permutation_map",
+        "(Tensor topk_ids, Tensor? expert_map, Tensor? topk_weights, SymInt num_rows, Tensor(a!) row_map,"
+        " Tensor(b!) tokens_per_expert, Tensor(c!)? placement, Tensor(d!)? row_slot) -> ()",
+        {"CUDA": "csrc/cuda/permutation_map.cu"},
+    ),
+    Op(
+        "_permute_rows",
+        "(Tensor hidden_states, Tensor placement, Tensor(a!) out) -> ()",
+        {"CUDA": "csrc/cuda/permute_rows.cu"},
+    ),
+    Op(
+        "_ep_remap",
+        "(Tensor topk_ids, Tensor topk_weights, SymInt expert_offset, SymInt num_local_experts, Tensor? expert_map,"
+        " bool reuse, Tensor(a!) local_ids, Tensor(b!) local_weights) -> ()",
+        {"CUDA": "csrc/cuda/ep_remap.cu"},
     ),
 )
 
