@@ -153,9 +153,9 @@ class BuildNative(build_ext):
         ninja = Ninja(Path(self.build_temp).resolve() / "cuda")
         ninja.rule(
             "nvcc",
-            f"{nvcc} {self.common.replace('-isystem', '-isystem=')} {self.optimise} -DUSE_CUDA $flags "
-            f"-Xcompiler -fPIC,-fvisibility=hidden,-Wall {'-Werror all-warnings' if self.werror else ''} "
-            "-MD -MF $out.d -c $in -o $out".replace("isystem= ", "isystem="),
+            f"{nvcc} {self.common} {self.optimise} -DUSE_CUDA $flags "
+            f"-Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra {'-Werror all-warnings' if self.werror else ''} "
+            "-MD -MF $out.d -c $in -o $out",
             depfile=True,
         )
         # Beside a CPU build of torch there is no libtorch_cuda.so to link with, yet the name must be among the needed
@@ -164,7 +164,7 @@ class BuildNative(build_ext):
         ninja.rule(
             "link",
             f"{nvcc} -shared $in -o $out -L{self.torch_lib} -Xlinker --no-as-needed,-ltorch_cuda,--as-needed -L. "
-            f"-L{self.output('').parent} -l:_C.abi3.so -ltorch_cpu -Xlinker -rpath,\\$$ORIGIN",
+            f"-L{self.output('_C.abi3.so').parent} -l:_C.abi3.so -ltorch_cpu -Xlinker -rpath,\\$$ORIGIN",
         )
         has_cuda = (self.torch_lib / "libtorch_cuda.so").exists()
         built = []

@@ -22,10 +22,12 @@ def _scale_values(scales, COMPUTE: tl.constexpr):
     if COMPUTE == tl.bfloat16:
         s = scales.to(tl.uint16)
         bits = tl.where(s == 0, 0x40, s << 7).to(tl.uint16)
-        return tl.where(s == 255, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    s = scales.to(tl.int32)
-    bits = tl.where(s == 0, 0x400000, s << 23)
-    return tl.where(s == 255, 0x7FC00000, bits).to(tl.int32).to(tl.float32, bitcast=True)
+        value = tl.where(s == 255, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        s = scales.to(tl.int32)
+        bits = tl.where(s == 0, 0x400000, s << 23)
+        value = tl.where(s == 255, 0x7FC00000, bits).to(tl.int32).to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit
@@ -59,5 +61,7 @@ def operand(value, dtype: tl.constexpr, TF32: tl.constexpr):
     if TF32:
         bits = value.to(tl.int32, bitcast=True)
         even = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
-        return tl.where(value == value, even.to(tl.float32, bitcast=True), value)
-    return value.to(dtype)
+        result = tl.where(value == value, even.to(tl.float32, bitcast=True), value)
+    else:
+        result = value.to(dtype)
+    return result

@@ -1,7 +1,8 @@
 // Global to local expert ids. A group of lanes owns a row of slots and finds its smallest local id by shuffles.
 //
-// Rows without a local expert need the smallest local id of the batch. A small batch is done by one block, which knows that
-// minimum itself; a large one leaves the minimum of each block, and a second kernel fills the rows that still miss it.
+// Rows without a local expert need the smallest local id of the batch. A small batch is done by one block, which knows
+// that minimum itself; a large one leaves the minimum of each block, and a second kernel fills the rows that still miss
+// it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -65,7 +66,8 @@ __device__ __forceinline__ int32_t block_minimum(int32_t value, int32_t* shared)
   return value;
 }
 
-// Foreign slots get their row's minimum, or -1 where the row has no local expert; kWide: rows of more slots than a warp has lanes.
+// Foreign slots get their row's minimum, or -1 where the row has no local expert; kWide: rows of more slots than a warp
+// has lanes.
 template <typename Id, bool kWide>
 __global__ void __launch_bounds__(kThreads) remap_rows(RemapArguments a) {
   __shared__ int32_t shared[kMaxWarps];

@@ -46,8 +46,8 @@ struct LaunchShape {
   int64_t blocks = 1;
   int threads = 1;
   int64_t shared_bytes = 0;
-  // The kernel may start before the one in front of it has finished; it calls wait_for_predecessor() before it reads that
-  // kernel's results. Only for kernels launched right behind one of our own.
+  // The kernel may start before the one in front of it has finished; it calls wait_for_predecessor() before it reads
+  // that kernel's results. Only for kernels launched right behind one of our own.
   bool overlap = false;
 };
 

@@ -1,9 +1,10 @@
 // The permutation map of one batch: where a stable sort by expert puts every slot, and how many slots each expert has.
 //
-// Slots without an expert form a last bucket, so that they get the rows behind the routed ones: those rows are zero-filled.
-// A slot's rank is found with warp matches: a warp owns consecutive slots and counts them per bucket in shared memory, a
-// prefix over warps and buckets turns counts into rows. One block does up to 8,192 slots; above that a first kernel leaves
-// the counts of each block, and the second adds those of the blocks in front. Nothing depends on the order of execution.
+// Slots without an expert form a last bucket, so that they get the rows behind the routed ones: those rows are
+// zero-filled. A slot's rank is found with warp matches: a warp owns consecutive slots and counts them per bucket in
+// shared memory, a prefix over warps and buckets turns counts into rows. One block does up to 8,192 slots; above that a
+// first kernel leaves the counts of each block, and the second adds those of the blocks in front. Nothing depends on
+// the order of execution.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -21,27 +22,27 @@ constexpr int kWarp = 32;
 constexpr int kThreads = 1024;
 constexpr int kMaxWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kOutside = -1;           // bucket of a lane past the last slot
-constexpr int kItemsLarge = 4;         // slots of a lane in the two-kernel form
-constexpr int64_t kScanInPlace = 64;   // up to this many blocks, each adds up the counts in front of it by itself
+constexpr int kOutside = -1;          // bucket of a lane past the last slot
+constexpr int kItemsLarge = 4;        // slots of a lane in the two-kernel form
+constexpr int64_t kScanInPlace = 64;  // up to this many blocks, each adds up the counts in front of it by itself
 constexpr int64_t kStaticShared = 1024;
 
 struct MapArguments {
   const void* topk_ids;
-  const int32_t* expert_map;    // or null
-  const float* topk_weights;    // or null: slots of weight exactly 0 count as slots without an expert
+  const int32_t* expert_map;  // or null
+  const float* topk_weights;  // or null: slots of weight exactly 0 count as slots without an expert
   int64_t num_slots;
   int64_t expert_map_size;
   int32_t num_experts;
-  int32_t warps;                // that own slots
-  int64_t num_rows;             // of the permuted buffer
-  int64_t num_row_slots;        // of row_slot
-  int32_t* row_map;             // [slots] row, or -1
-  int32_t* tokens_per_expert;   // [E]
-  int32_t* placement;           // [slots] row, or ~row for a slot without an expert; or null
-  int32_t* row_slot;            // [num_row_slots] slot of a row, or -1; or null
-  uint32_t* block_counts;       // [blocks, E + 1], with `scanned` the rows of a block before it
-  uint32_t* totals;             // [E + 1], used with `scanned`
+  int32_t warps;               // that own slots
+  int64_t num_rows;            // of the permuted buffer
+  int64_t num_row_slots;       // of row_slot
+  int32_t* row_map;            // [slots] row, or -1
+  int32_t* tokens_per_expert;  // [E]
+  int32_t* placement;          // [slots] row, or ~row for a slot without an expert; or null
+  int32_t* row_slot;           // [num_row_slots] slot of a row, or -1; or null
+  uint32_t* block_counts;      // [blocks, E + 1], with `scanned` the rows of a block before it
+  uint32_t* totals;            // [E + 1], used with `scanned`
   bool scanned;
 };
 

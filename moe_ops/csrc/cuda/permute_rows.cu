@@ -1,8 +1,8 @@
 // Copies token rows to their places in the permuted buffer: each source row is read once and written top_k times.
 //
-// Hopper and later: one warp per block drives the bulk copy engine. Rows are loaded into a ring in shared memory; each lane
-// then stores the row to one slot's place. Slots without an expert are zero rows, stored from a zeroed buffer. Elsewhere, and
-// for rows that are no multiple of 16 bytes, threads copy vectors.
+// Hopper and later: one warp per block drives the bulk copy engine. Rows are loaded into a ring in shared memory; each
+// lane then stores the row to one slot's place. Slots without an expert are zero rows, stored from a zeroed buffer.
+// Elsewhere, and for rows that are no multiple of 16 bytes, threads copy vectors.
 
 #include <torch/csrc/stable/library.h>
 
@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(kWarp) copy_rows_bulk(CopyArguments a) {
     for (int stage = 0; stage < kStages; ++stage) barrier_init(&full[stage]);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  for (int64_t i = lane * 16; i < a.chunk_bytes; i += kWarp * 16) *reinterpret_cast<uint4*>(zeros + i) = uint4{0, 0, 0, 0};
+  for (int64_t i = lane * 16; i < a.chunk_bytes; i += kWarp * 16)
+    *reinterpret_cast<uint4*>(zeros + i) = uint4{0, 0, 0, 0};
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
 
@@ -161,7 +162,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_rows_vector(CopyArguments a
     for (int64_t k = 0; k < a.top_k; ++k) {
       const int32_t place = places[k];
       const int64_t row = place >= 0 ? place : ~place;
-      if (row < a.num_rows) *reinterpret_cast<Vector*>(a.out + row * a.row_bytes + offset) = place >= 0 ? value : Vector{};
+      if (row < a.num_rows)
+        *reinterpret_cast<Vector*>(a.out + row * a.row_bytes + offset) = place >= 0 ? value : Vector{};
     }
   }
 }
