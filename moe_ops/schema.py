@@ -162,6 +162,7 @@ OPS: tuple[Op, ...] = (
     *(
         Op(f"_engine_{name}", schema, {"CompositeExplicitAutograd": "csrc/cpu/engine_admin.cpp"})
         for name, schema in _ENGINE_OPS.items()
+    ),
     # Native parts of the CUDA kernels in triton/: arguments are checked and outputs allocated there.
     Op(
         "_permutation_map",

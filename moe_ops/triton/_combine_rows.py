@@ -66,7 +66,7 @@ def combine_rows(
     with on_device(out):
         # A fused multiply-add would round a product less often than every other backend does.
         _combine_rows[grid](
-            rows, row_map.contiguous(), weights, out, rows.shape[0], out.shape[1] // unit, rows.stride(0) // unit, top_k,
-            UNROLLED=top_k if top_k <= MAX_UNROLLED else 0, WIDTH=unit, BLOCK=BLOCK_COLUMNS, EMULATED=INTERPRETED,
-            enable_fp_fusion=False,
+            rows, row_map.contiguous(), weights, out, rows.shape[0], out.shape[1] // unit, rows.stride(0) // unit,
+            top_k, UNROLLED=top_k if top_k <= MAX_UNROLLED else 0, WIDTH=unit, BLOCK=BLOCK_COLUMNS,
+            EMULATED=INTERPRETED, enable_fp_fusion=False,
         )  # fmt: skip

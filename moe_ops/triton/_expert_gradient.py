@@ -1,5 +1,5 @@
-"""What the backward of an expert needs beyond its forward: the derivative of the activation, and products contracted along
-the rows of an MXFP4 weight."""
+"""What the backward of an expert needs beyond its forward: the derivative of the activation, and products contracted
+along the rows of an MXFP4 weight."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def by_rows(
     *,
     gather: bool,
 ) -> None:
-    """out [slots, columns of the weight] float32. gather: `value` has a row per token, else a row per slot in expert order."""
+    """out [slots, columns of the weight] float32. gather: `value` has a row per token, else a row per slot in expert
+    order."""
     groups = scales.shape[2]
     unit = vector_width(value)
     with on_device(value):
@@ -79,8 +80,8 @@ def by_rows(
             blocks = BY_ROWS_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
             grid = (tiles.tiles.shape[0] * triton.cdiv(groups * 32, blocks.columns),)
             _by_rows[grid](
-                value, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, codes, scales, out,
-                schedule.top_k, codes.shape[1], groups, value.stride(0) // unit, GATHER=gather, WIDTH=unit,
+                value, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, codes, scales,
+                out, schedule.top_k, codes.shape[1], groups, value.stride(0) // unit, GATHER=gather, WIDTH=unit,
                 BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute,
                 PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
@@ -160,8 +161,8 @@ def activation_gradient(
     slots, intermediate = gate.shape
     with on_device(gate):
         _activation_gradient[(slots,)](
-            gate, up, grad_hidden, grad_output, schedule.row_slot, topk_weights, topk_ids, expert_map, w2_bias, grad_rows,
-            grad_weights, schedule.top_k, intermediate, grad_output.shape[1], grad_output.stride(0), order.step,
-            order.gate, order.up, activation.limit, activation.alpha, activation.shift, TF32=numbers.tf32,
+            gate, up, grad_hidden, grad_output, schedule.row_slot, topk_weights, topk_ids, expert_map, w2_bias,
+            grad_rows, grad_weights, schedule.top_k, intermediate, grad_output.shape[1], grad_output.stride(0),
+            order.step, order.gate, order.up, activation.limit, activation.alpha, activation.shift, TF32=numbers.tf32,
             BLOCK=BLOCK_COLUMNS,
         )  # fmt: skip

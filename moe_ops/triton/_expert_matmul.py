@@ -1,7 +1,7 @@
 """The two products of an expert over MXFP4 weights, contracted along the packed dimension.
 
-A program computes a tile of rows of one expert by a block of weight rows. Codes of the low nibbles meet the even columns of
-the activations and those of the high nibbles the odd ones, in two products, so that nothing is interleaved.
+A program computes a tile of rows of one expert by a block of weight rows. Codes of the low nibbles meet the even
+columns of the activations and those of the high nibbles the odd ones, in two products, so that nothing is interleaved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moe_ops.triton._schedule import Schedule
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Of the tensor cores: bfloat16 for bfloat16 activations; tf32, which holds every float16 and every weight exactly, for
-    float16; float32 for float32."""
+    """Of the tensor cores: bfloat16 for bfloat16 activations; tf32, which holds every float16 and every weight
+    exactly, for float16; float32 for float32."""
 
     compute: tl.dtype
     stored: torch.dtype  # of hidden activations between the products
@@ -84,9 +84,11 @@ def swiglu(gate, up, limit, alpha, shift):
 
 
 @triton.jit
-def weight_tile(codes, scales, row, row_inside, step, groups, ROWS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr):
-    """(low, high) [ROWS, DEPTH / 2] of weight rows `row`, elements from step * DEPTH on; past the end 0. `groups` is the
-    number of scales in a row."""
+def weight_tile(
+    codes, scales, row, row_inside, step, groups, ROWS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """(low, high) [ROWS, DEPTH / 2] of weight rows `row`, elements from step * DEPTH on; past the end 0. `groups` is
+    the number of scales in a row."""
     byte = step * (DEPTH // 2) + tl.arange(0, DEPTH // 2)
     group = step * (DEPTH // 32) + tl.arange(0, DEPTH // 32)
     at = codes + row[:, None] * (groups * 16) + byte[None, :]
@@ -98,7 +100,8 @@ def weight_tile(codes, scales, row, row_inside, step, groups, ROWS: tl.constexpr
 
 @triton.jit(
     do_not_specialize=[
-        "top_k", "groups", "x_stride_units", "intermediate", "row_step", "gate_first", "up_first", "limit", "alpha", "shift",
+        "top_k", "groups", "x_stride_units", "intermediate", "row_step", "gate_first", "up_first", "limit", "alpha",
+        "shift",
     ]
 )  # fmt: skip
 def _gate_up(
@@ -107,7 +110,8 @@ def _gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     TF32: tl.constexpr,
 ):  # fmt: skip
-    """hidden[row] = swiglu(x[token] @ gate.T + bias, x[token] @ up.T + bias); with `gate_out`, the two terms themselves.
+    """hidden[row] = swiglu(x[token] @ gate.T + bias, x[token] @ up.T + bias); with `gate_out`, the two terms
+    themselves.
 
     Row n of the gate is row gate_first + n * row_step of w13, and likewise up. `groups` is hidden_size / 32."""
     blocks = tl.cdiv(intermediate, BLOCK_N)
@@ -220,9 +224,9 @@ def gate_up(
             blocks = GATE_UP_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
             grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
             _gate_up[grid](
-                x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13, w13_scale, w13_bias,
-                *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step, order.gate, order.up,
-                activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
+                x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13, w13_scale,
+                w13_bias, *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step, order.gate,
+                order.up, activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
                 BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute, PRECISION=numbers.precision,
                 TF32=numbers.tf32, num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip

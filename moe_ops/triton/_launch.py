@@ -13,8 +13,8 @@ import triton.language as tl
 
 from moe_ops._register import MISSING
 
-# Decided before the kernels are defined, as Triton does. The interpreter stores bfloat16 by truncation and has no bfloat16
-# arithmetic: kernels get the flag as a constant and round by hand, or compute in float32.
+# Decided before the kernels are defined, as Triton does. The interpreter stores bfloat16 by truncation and has no
+# bfloat16 arithmetic: kernels get the flag as a constant and round by hand, or compute in float32.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 ALIGNMENT = 16  # bytes of the widest load
@@ -40,8 +40,8 @@ def refuse_hip() -> None:
 
 
 def vector_width(*tensors: torch.Tensor | None) -> int:
-    """Elements of the widest load that fits the addresses, row strides and row lengths of row-major tensors: 16 bytes' worth,
-    or 1. Sizes are passed to kernels in this unit, which is how the compiler learns that they divide."""
+    """Elements of the widest load that fits the addresses, row strides and row lengths of row-major tensors: 16 bytes'
+    worth, or 1. Sizes are passed to kernels in this unit, which is how the compiler learns that they divide."""
     given = [tensor for tensor in tensors if tensor is not None]
     width = ALIGNMENT // min(tensor.element_size() for tensor in given)
     for tensor in given:

@@ -1,8 +1,8 @@
 """MXFP4 codes to numbers inside a kernel, exactly.
 
-A magnitude code of E2M1 shifted to the top of a float's mantissa, with zeros above, is that float's subnormal or small number
-times a power of two; two multiplications by powers of two, first by the constant and then by the block's scale, give the
-value with no rounding: bfloat16 and float32 have the same exponents, and a code has two significant bits.
+A magnitude code of E2M1 shifted to the top of a float's mantissa, with zeros above, is that float's subnormal or small
+number times a power of two; two multiplications by powers of two, first by the constant and then by the block's scale,
+give the value with no rounding: bfloat16 and float32 have the same exponents, and a code has two significant bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNBIAS = tl.constexpr(2.0**126)
 @triton.jit
 def _scale_values(scales, COMPUTE: tl.constexpr):
     """E8M0 bytes to 2^(byte - 127): byte 0 is a subnormal, byte 255 NaN."""
-    if COMPUTE == tl.bfloat16:
+    if COMPUTE == tl.bfloat16:  # noqa: SIM300
         s = scales.to(tl.uint16)
         bits = tl.where(s == 0, 0x40, s << 7).to(tl.uint16)
         value = tl.where(s == 255, 0x7FC0, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -32,9 +32,10 @@ def _scale_values(scales, COMPUTE: tl.constexpr):
 
 @triton.jit
 def decode(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, COMPUTE: tl.constexpr):
-    """codes [ROWS, BYTES] and scales [ROWS, BYTES / 16], both uint8, to (low, high) [ROWS, BYTES] of COMPUTE (bfloat16 or
-    float32): the numbers of the low nibbles, which are the even elements of a row, and those of the high nibbles."""
-    if COMPUTE == tl.bfloat16:
+    """codes [ROWS, BYTES] and scales [ROWS, BYTES / 16], both uint8, to (low, high) [ROWS, BYTES] of COMPUTE (bfloat16
+    or float32): the numbers of the low nibbles, which are the even elements of a row, and those of the high
+    nibbles."""
+    if COMPUTE == tl.bfloat16:  # noqa: SIM300
         c = codes.to(tl.uint16)
         low = (((c & 0x8) << 12) | ((c & 0x7) << 6)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         high = (((c & 0x80) << 8) | ((c & 0x70) << 2)).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,7 +1,7 @@
 """The permutation map of a batch: native, or in four Triton launches.
 
-Slots without an expert are a last bucket behind the E experts, so that every slot has a place: theirs are the rows that must
-be zero. Rows are those of a stable sort; nothing depends on the order in which programs run.
+Slots without an expert are a last bucket behind the E experts, so that every slot has a place: theirs are the rows
+that must be zero. Rows are those of a stable sort; nothing depends on the order in which programs run.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ BLOCK_COLUMNS = 1024
 def _copy_rows(
     source, placement, out, num_tokens, top_k, num_rows, units, stride_units, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A program copies one piece of one token's row to its top_k places; programs past the tokens zero the rows past the
-    last slot. Sizes are in units of WIDTH elements."""
+    """A program copies one piece of one token's row to its top_k places; programs past the tokens zero the rows past
+    the last slot. Sizes are in units of WIDTH elements."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = units * WIDTH

@@ -1,7 +1,8 @@
 """Which rows of the expert-major order a matmul program computes: tiles of rows of one expert.
 
-Experts are sorted into classes by their number of routed rows, each with a tile height of its own, on the device: what a row
-goes through depends on the rows that its expert has, not on the batch around it, and nothing is read on the host.
+Experts are sorted into classes by their number of routed rows, each with a tile height of its own, on the device: what
+a row goes through depends on the rows that its expert has, not on the batch around it, and nothing is read on the
+host.
 """
 
 from __future__ import annotations
@@ -91,22 +92,27 @@ def make_schedule(
     batch_invariant: bool,
     tile_rows: tuple[int, ...] = TILE_ROWS,
 ) -> Schedule:
-    """topk_weights: where given, slots of weight exactly 0 have no expert. tile_rows: heights in use, a prefix of TILE_ROWS."""
+    """topk_weights: where given, slots of weight exactly 0 have no expert. tile_rows: heights in use, a prefix of
+    TILE_ROWS."""
     num_slots = topk_ids.numel()
     row_map = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
     counts, starts = (row_map.new_empty((num_experts,)) for _ in range(2))
     row_slot = row_map.new_empty((num_slots,))
     permutation_map(
-        topk_ids, row_map, counts, num_rows=num_slots, row_slot=row_slot, expert_map=expert_map, topk_weights=topk_weights
+        topk_ids,
+        row_map,
+        counts,
+        num_rows=num_slots,
+        row_slot=row_slot,
+        expert_map=expert_map,
+        topk_weights=topk_weights,
     )
     if batch_invariant:
         heights, bounds = (INVARIANT_TILE_ROWS,), (INT32_MAX,)
     else:
         heights, bounds = tile_rows, (*MOST_ROWS[: len(tile_rows) - 1], INT32_MAX)
     least = [1, *(bound + 1 for bound in bounds[:-1])]
-    capacities = [
-        _capacity(num_slots, num_experts, *limits) for limits in zip(least, bounds, heights, strict=True)
-    ]
+    capacities = [_capacity(num_slots, num_experts, *limits) for limits in zip(least, bounds, heights, strict=True)]
     # An expert has at most as many rows as there are slots: the classes above need no launch.
     used = sum(capacity > 0 for capacity in capacities)
     capacity = max(capacities)

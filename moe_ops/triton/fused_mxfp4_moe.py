@@ -1,8 +1,8 @@
 """fused_mxfp4_moe on CUDA: the portable form, for raw MXFP4 weights on any device since Ampere.
 
-Map, tiles, gate and up with the activation, down, and the weighted sum: five launches for a batch that one class of tiles
-serves. Weights are exact; hidden activations are rounded once, to bfloat16 (11 bits for float16 activations, none for
-float32); sums over top_k are float32 in slot order and rounded once.
+Map, tiles, gate and up with the activation, down, and the weighted sum: five launches for a batch that one class of
+tiles serves. Weights are exact; hidden activations are rounded once, to bfloat16 (11 bits for float16 activations,
+none for float32); sums over top_k are float32 in slot order and rounded once.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def compute(
         )  # fmt: skip
         slots = schedule.row_slot.numel()
         hidden = x.new_empty((slots, intermediate), dtype=numbers.stored)
-        gate_up(
-            x[tokens], schedule, w13, w13_scale, biases[0], order, function, numbers, (hidden, None, None)
-        )
+        gate_up(x[tokens], schedule, w13, w13_scale, biases[0], order, function, numbers, (hidden, None, None))
         rows = x.new_empty((slots, hidden_size), dtype=torch.float32)
         down(hidden, schedule, w2, w2_scale, biases[1], numbers, rows)
         combine_rows(rows, schedule.row_map, weights[tokens], out[tokens])

@@ -1,4 +1,5 @@
-"""fused_mxfp4_moe_backward on CUDA: gradients in hidden_states and topk_weights; the expert's activations are recomputed.
+"""fused_mxfp4_moe_backward on CUDA: gradients in hidden_states and topk_weights; the expert's activations are
+recomputed.
 
 With d = grad_output[t] and g = d @ w2 of a slot's expert: grad_topk_weights = <hidden, g> + <w2_bias, d>, and the row's
 gradient is the derivative of the activation at (gate, up) times topk_weight * g, through w13.
@@ -55,7 +56,9 @@ def fused_mxfp4_moe_backward(
         grad_output, hidden_states, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, **options
     )
     if weight_layout != CHECKPOINT:
-        raise RuntimeError(f"{op}: weight_layout '{weight_layout}' has no gradient on CUDA: keep the raw weights to train")
+        raise RuntimeError(
+            f"{op}: weight_layout must be '{CHECKPOINT}' to train on CUDA, got '{weight_layout}': keep the raw weights"
+        )
     num_tokens, hidden_size = hidden_states.shape
     top_k, intermediate = topk_ids.shape[1], w13.shape[1] // 2
     grad_topk_weights.zero_()
@@ -82,8 +85,8 @@ def fused_mxfp4_moe_backward(
         by_rows(grad[tokens], schedule, w2, w2_scale, numbers, grad_hidden, gather=True)
         grad_rows = x.new_empty((slots, 2 * intermediate), dtype=numbers.stored)
         activation_gradient(
-            gate, up, grad_hidden, grad[tokens], schedule, weights[tokens], topk_ids[tokens], expert_map, w2_bias, order,
-            function, numbers, grad_rows, grad_topk_weights[tokens],
+            gate, up, grad_hidden, grad[tokens], schedule, weights[tokens], topk_ids[tokens], expert_map, w2_bias,
+            order, function, numbers, grad_rows, grad_topk_weights[tokens],
         )  # fmt: skip
         grad_x = x.new_empty((slots, hidden_size), dtype=torch.float32)
         by_rows(grad_rows, schedule, w13, w13_scale, numbers, grad_x, gather=False)

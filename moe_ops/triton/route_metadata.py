@@ -1,7 +1,8 @@
 """route_metadata on CUDA: one launch of 2 * R programs that do not depend on each other.
 
-The first R programs take a prefix over the experts of one source (S of reference/route_metadata.py), the others one over
-(local expert, source) of one owner (T). Each writes the outputs that its prefix feeds. Nothing is read on the host.
+The first R programs take a prefix over the experts of one source (S of reference/route_metadata.py), the others one
+over (local expert, source) of one owner (T). Each writes the outputs that its prefix feeds. Nothing is read on the
+host.
 """
 
 from __future__ import annotations

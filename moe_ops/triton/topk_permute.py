@@ -16,8 +16,6 @@ def topk_permute(
     num_out_tokens: int | None = None,
     after: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = check_and_allocate(
-        hidden_states, topk_ids, num_experts, num_out_tokens=num_out_tokens, after=after
-    )
+    outputs = check_and_allocate(hidden_states, topk_ids, num_experts, num_out_tokens=num_out_tokens, after=after)
     permute_rows(hidden_states, topk_ids, *outputs)
     return outputs

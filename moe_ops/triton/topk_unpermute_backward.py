@@ -60,12 +60,11 @@ def _zero_unread(read, grad_rows, num_rows, units, ROWS: tl.constexpr, WIDTH: tl
         nothing = tl.zeros((BLOCK,), dtype=grad_rows.dtype.element_ty)
         for i in range(ROWS):
             at = first_row + i
-            if at < num_rows:
-                if tl.load(read + at) == 0:
-                    for first in range(0, width, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        target = grad_rows + at * tl.cast(units, tl.int64) * WIDTH + column
-                        tl.store(target, nothing, mask=column < width)
+            if tl.load(read + at, mask=at < num_rows, other=1) == 0:
+                for first in range(0, width, BLOCK):
+                    column = first + tl.arange(0, BLOCK)
+                    target = grad_rows + at * tl.cast(units, tl.int64) * WIDTH + column
+                    tl.store(target, nothing, mask=column < width)
 
 
 def topk_unpermute_backward(
