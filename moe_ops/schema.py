@@ -79,6 +79,7 @@ _ENGINE_OPS: dict[str, str] = {
     "bytes_per_expert": "(int handle) -> int",
     "stats": "(int engine) -> Tensor",
     "trace": "(int engine) -> (Tensor numbers, Tensor names)",
+    "set_repeatable": "(int engine, bool on) -> ()",
     "hold": "(int engine, bool held) -> ()",
     "wait_idle": "(int engine) -> ()",
     "discard": "(int ticket) -> ()",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+import moe_ops
 from tests.support import make_experts, make_routing, make_rows
 
 
@@ -100,8 +102,36 @@ def _moe(device: torch.device) -> list[Sample]:
     ]
 
 
+@cache
+def _cpu_experts(device: torch.device, name: str) -> moe_ops.CpuExperts:
+    """Experts whose tickets are constants, so that opcheck can call the ops several times and compare."""
+    engine = moe_ops.CpuMoeEngine(f"samples-{device.type}-{name}")
+    experts = engine.add_experts("layer", E, H, I, w13_layout="gate_up").load(make_experts(E, I, H)).to(device)
+    torch.ops.moe_ops._engine_set_repeatable(engine._id, True)
+    return experts
+
+
+def _cpu_moe(device: torch.device) -> list[Sample]:
+    experts = _cpu_experts(device, "submit")
+    x = make_rows(T, H, torch.bfloat16).to(device)
+    ids, weights = (tensor.to(device) for tensor in make_routing(T, K, E, invalid=0.2))
+    ticket, deferred_ticket = _cpu_experts(device, "sync").submit(x, ids, weights, max_deferred=1)
+    device_out = make_rows(T, H, torch.bfloat16, seed=4).to(device)
+    both = {"deferred_ticket": deferred_ticket, "out_dtype": torch.float32}
+    args = (x, ids, weights, experts.handle)
+    return [
+        Sample("cpu_moe_submit", "plain", args, {"max_deferred": 0}),
+        Sample(
+            "cpu_moe_submit", "deferred", (x.float(), ids.int(), weights.half(), experts.handle), {"max_deferred": 1}
+        ),
+        Sample("cpu_moe_submit", "no-tokens", (x[:0], ids[:0], weights[:0], experts.handle), {}),
+        Sample("cpu_moe_sync", "plain", (ticket, device_out), {}),
+        Sample("cpu_moe_sync", "deferred", (ticket, device_out), both),
+    ]
+
+
 # Filled by the rooms that need more than tensors (the CPU engine).
-MAKERS: list[Callable[[torch.device], list[Sample]]] = [_permute, _unpermute, _metadata, _remap, _moe]
+MAKERS: list[Callable[[torch.device], list[Sample]]] = [_permute, _unpermute, _metadata, _remap, _moe, _cpu_moe]
 
 
 def samples(device: torch.device) -> list[Sample]:

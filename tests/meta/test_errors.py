@@ -52,11 +52,17 @@ def outcome(op, args, options) -> str:
 SAMPLES = [s for s in samples(DEVICE) if "no-tokens" not in s.id] if BACKEND in ("cpu", "cuda", "npu") else []
 
 
+# Errors that depend on values, which a fake does not have: the size of device_out is that of the ticket's job.
+UNKNOWN_TO_FAKES = {("cpu_moe_sync", "arg1-2")}
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: f"{s.op}-{s.id}")
 def test_same_words(sample: Sample):
     op = getattr(torch.ops.moe_ops, sample.op).default
     raised = 0
     for name, args, options in broken(sample):
+        if (sample.op, name) in UNKNOWN_TO_FAKES:
+            continue
         real = outcome(op, args, options)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake_args, fake_options = torch.utils._pytree.tree_map(

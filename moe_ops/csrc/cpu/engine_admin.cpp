@@ -210,6 +210,7 @@ int64_t engine_handle(std::string qualified_name) { return engine::handle_of(qua
 void engine_close(int64_t id, bool drain) { engine::close_engine(id, drain); }
 void engine_close_all() { engine::close_all_engines(); }
 void engine_remove_experts(int64_t handle, int64_t id) { engine::remove_experts(handle, id); }
+void engine_set_repeatable(int64_t id, bool on) { engine::set_repeatable(id, on); }
 void engine_hold(int64_t id, bool held) { engine::hold_engine(id, held); }
 void engine_wait_idle(int64_t id) { engine::wait_idle(id); }
 void engine_discard(int64_t ticket) { engine::discard(ticket); }
@@ -234,6 +235,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_ops, CompositeExplicitAutograd, m) {
   m.impl("_engine_bytes_per_expert", TORCH_BOX(&engine_bytes_per_expert));
   m.impl("_engine_stats", TORCH_BOX(&engine_stats));
   m.impl("_engine_trace", TORCH_BOX(&engine_trace));
+  m.impl("_engine_set_repeatable", TORCH_BOX(&engine_set_repeatable));
   m.impl("_engine_hold", TORCH_BOX(&engine_hold));
   m.impl("_engine_wait_idle", TORCH_BOX(&engine_wait_idle));
   m.impl("_engine_discard", TORCH_BOX(&engine_discard));

@@ -354,6 +354,11 @@ void wait_idle(int64_t id) {
   s.done.wait(lock, [&] { return engine->closed || (!engine->head && !engine->busy); });
 }
 
+void set_repeatable(int64_t id, bool on) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  engine_locked(id)->repeatable = on;
+}
+
 void hold_engine(int64_t id, bool held) {
   std::lock_guard<std::mutex> lock(state().mutex);
   std::shared_ptr<Engine> engine = engine_locked(id);

@@ -36,8 +36,20 @@ void reset(Job& job, Submission* owner, bool deferred) {
   job.error[0] = 0;
 }
 
+constexpr int64_t kRepeatable = int64_t{1} << 47;  // numbers that next_ticket never reaches
+
 void mint_locked(Job& job) {
-  job.ticket = (kTicketMagic << 48) | state().next_ticket++;
+  Engine* engine = job.owner->engine.get();
+  int64_t number = 0;
+  if (engine && engine->repeatable) {
+    number = kRepeatable + 2 * engine->id + job.deferred;
+    Job* replaced = find_job((kTicketMagic << 48) | number);
+    if (replaced && !replaced->claimed && !replaced->abandoned) {
+      if (replaced->state == Job::kRunning) number = 0;  // abandoned: it keeps its number until it has run
+      forget_locked(replaced);
+    }
+  }
+  job.ticket = (kTicketMagic << 48) | (number ? number : state().next_ticket++);
   ++job.owner->live_jobs;
   insert_job(&job);
 }
@@ -233,6 +245,12 @@ void release_locked(Job* job) noexcept {
 
 void release(Job* job) noexcept {
   std::lock_guard<std::mutex> lock(state().mutex);
+  Engine* engine = job->owner->engine.get();
+  if (engine && engine->repeatable && !engine->closed) {
+    job->claimed = false;
+    if (job->deferred) ++engine->stats.deferred_untaken;
+    return;
+  }
   release_locked(job);
 }
 

@@ -73,7 +73,7 @@ struct Engine {
   std::condition_variable work;
   Item *head = nullptr, *tail = nullptr;
   int64_t depth = 0;
-  bool held = false, stop = false, closed = false, busy = false;
+  bool held = false, stop = false, closed = false, busy = false, repeatable = false;
   Stats stats{};
   std::vector<TraceEvent> trace;  // ring
   uint64_t traced = 0;
