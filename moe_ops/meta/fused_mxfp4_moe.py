@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ops._errors import require
+from moe_ops._errors import argument_error, require
 from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_ids, check_rows, check_ticket, check_weights
 
 W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
@@ -111,12 +111,10 @@ def check_moe(
         num_experts, intermediate_size = checkpoint_geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
     else:
         layout = PREPARED_LAYOUTS.get(weight_layout)
-        known = ", ".join(f"'{name}'" for name in (CHECKPOINT, *sorted(PREPARED_LAYOUTS)))
-        if layout is None:
-            require(False, op, "weight_layout", f"one of {known}", f"'{weight_layout}'")
-        assert layout is not None
-        right_device = hidden_states.device.type in (layout.device_type, "meta")
-        require(right_device, op, "weight_layout", f"a layout of {hidden_states.device.type}", f"'{weight_layout}'")
+        here = hidden_states.device.type
+        if layout is None or here not in (layout.device_type, "meta"):
+            expected = f"'{CHECKPOINT}' or a prepared layout of {here}"
+            raise argument_error(op, "weight_layout", expected, f"'{weight_layout}'")
         num_experts, intermediate_size = layout.geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
     _check_bias(op, "w13_bias", w13_bias, num_experts, 2 * intermediate_size)
     _check_bias(op, "w2_bias", w2_bias, num_experts, hidden_size)

@@ -171,7 +171,8 @@ Call make_call(const char* op, const Arguments& a) {
   if (a.weight_layout == "checkpoint") {
     checkpoint_geometry(op, a, &w);
   } else {
-    MOE_REQUIRE(a.weight_layout == "x86_v1", op, "weight_layout", "a layout of cpu", quoted(a.weight_layout));
+    MOE_REQUIRE(a.weight_layout == "x86_v1", op, "weight_layout", "'checkpoint' or a prepared layout of cpu",
+                quoted(a.weight_layout));
     x86_v1_geometry(op, a, &w);
   }
   w.hidden_size = hidden;
