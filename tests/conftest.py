@@ -20,8 +20,7 @@ if BACKEND not in BACKENDS:
 if BACKEND == "triton-interpret":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 if BACKEND == "npu":
-    npu_conftest = importlib.import_module("tests.npu.loader")
-    npu_conftest.load()
+    importlib.import_module("tests.npu.device").load()
 
 import torch  # noqa: E402
 

@@ -65,7 +65,8 @@ def run_module(module: str, soc: str, pytest_arguments: list[str]) -> Result:
         try:
             done = subprocess.run(
                 [*command, module, *pytest_arguments],
-                cwd=_ROOT, env=environment, timeout=_TIMEOUT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                cwd=_ROOT, env=environment, timeout=_TIMEOUT_S, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             output, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired as expired:
@@ -88,7 +89,7 @@ def main() -> int:
     parser.add_argument("--soc", nargs="+", default=["A2"], help="simulated devices: A2, A3, A5 or full names")
     parser.add_argument("--hardware", action="store_true", help="run on the real device")
     parser.add_argument("--jobs", type=int, default=2, help="modules at a time")
-    own, separator, rest = _split(sys.argv[1:])
+    own, rest = _split(sys.argv[1:])
     arguments = parser.parse_args(own)
     names = ["hardware"] if arguments.hardware else [_SOC_NAMES.get(name, name) for name in arguments.soc]
     if not arguments.hardware:
@@ -113,11 +114,12 @@ def main() -> int:
     return 1 if any(result.failed for result in results) else 0
 
 
-def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after `--`; argparse would take both for its own."""
     if "--" not in arguments:
-        return arguments, False, []
+        return arguments, []
     at = arguments.index("--")
-    return arguments[:at], True, arguments[at + 1 :]
+    return arguments[:at], arguments[at + 1 :]
 
 
 if __name__ == "__main__":

@@ -109,8 +109,6 @@ FORBIDDEN = {
         lambda x, stream: torch_npu.npu._launch_host_func(stream, lambda _: None, ()),
         "107015",
     ),
-    # Last of this module: after this one torch_npu's task queue drops everything for the rest of the process.
-    "pageable copy": (lambda x, stream: x.copy_(torch.ones(4), non_blocking=True), "107000"),
 }
 
 

@@ -47,7 +47,8 @@ def test_integer_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["abs", "neg", "exp", "floor", "ceil", "round", "trunc", "sign", "sigmoid", "tanh", "relu", "isfinite", "isnan"]
+    "name",
+    ["abs", "neg", "exp", "floor", "ceil", "round", "trunc", "sign", "sigmoid", "tanh", "relu", "isfinite", "isnan"],
 )
 def test_unary(name: str) -> None:
     check(getattr(torch, name), torch.cat([make(30), torch.tensor([float("nan"), float("inf")])]))
@@ -186,7 +187,9 @@ def test_activations() -> None:
     torch.testing.assert_close(swiglu, (torch.nn.functional.silu(gate) * up).bfloat16(), rtol=0, atol=0)
     gate, up = x.float()[:, ::2].clamp(max=7), x.float()[:, 1::2].clamp(-7, 7)
     clipped = torch.ops.npu.npu_clipped_swiglu(x.npu(), alpha=1.702, limit=7.0, bias=1.0, interleaved=True).cpu()
-    torch.testing.assert_close(clipped, (gate * torch.sigmoid(1.702 * gate) * (up + 1)).bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        clipped, (gate * torch.sigmoid(1.702 * gate) * (up + 1)).bfloat16(), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_missing_operator_is_an_error() -> None:

@@ -24,7 +24,7 @@ acl.aclrtLaunchCallback.argtypes = [CALLBACK, POINTER, ctypes.c_int, POINTER]
 acl.aclrtSubscribeReport.argtypes = [ctypes.c_uint64, POINTER]
 acl.aclrtUnSubscribeReport.argtypes = [ctypes.c_uint64, POINTER]
 acl.aclrtMemcpy.argtypes = [POINTER, ctypes.c_size_t, POINTER, ctypes.c_size_t, ctypes.c_int]
-acl.aclrtSynchronizeStream.argtypes = [POINTER]
+acl.aclrtMemcpyAsync.argtypes = [POINTER, ctypes.c_size_t, POINTER, ctypes.c_size_t, ctypes.c_int, POINTER]
 
 
 def test_host_code_cannot_read_device_memory() -> None:
@@ -68,6 +68,16 @@ def test_asynchronous_copy_is_asynchronous() -> None:
     assert (before, host[0].item()) == (0.0, 7.0)
 
 
+def test_pageable_copy_cannot_be_captured(stream) -> None:
+    """Called beside torch_npu, whose task queue would drop everything after this error."""
+    x, pageable, pinned = torch.ones(4).npu(), torch.zeros(4), torch.zeros(4).pin_memory()
+    torch.npu.synchronize()
+    with torch.npu.graph(torch.npu.NPUGraph(), stream=stream):
+        arguments = (16, x.data_ptr(), 16, 2, stream.npu_stream)
+        assert acl.aclrtMemcpyAsync(pageable.data_ptr(), *arguments) == 107000
+        assert acl.aclrtMemcpyAsync(pinned.data_ptr(), *arguments) == 0
+
+
 def test_two_devices() -> None:
     a = torch.ones(3, device="npu:1") + 1
     assert a.device.index == 1 and a.cpu().tolist() == [2, 2, 2]
@@ -98,6 +108,7 @@ def test_the_two_callback_mechanisms_exclude_each_other() -> None:
     used = torch.npu.Stream()
     assert acl.aclrtLaunchHostFunc(used.npu_stream, nothing, None) == 0
     assert acl.aclrtSubscribeReport(thread, used.npu_stream) == 107011
+    torch.npu.synchronize()  # `nothing` lives until it has run
 
 
 def test_process_report_codes() -> None:

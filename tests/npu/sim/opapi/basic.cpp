@@ -114,7 +114,8 @@ WITH_SCALAR(BitwiseAndScalar, at::bitwise_and)
 WITH_SCALAR(BitwiseOrScalar, at::bitwise_or)
 WITH_SCALAR(BitwiseXorScalar, at::bitwise_xor)
 
-#define INPLACE(NAME, METHOD) OPERATOR(aclnnInplace##NAME, (Tensor self, Tensor other), (self, other), self.METHOD(other))
+#define INPLACE(NAME, METHOD) \
+  OPERATOR(aclnnInplace##NAME, (Tensor self, Tensor other), (self, other), self.METHOD(other))
 INPLACE(Copy, copy_)
 INPLACE(Mul, mul_)
 INPLACE(Div, div_)
@@ -139,8 +140,8 @@ INPLACE_UNARY(Exp, exp_())
 INPLACE_UNARY(Reciprocal, reciprocal_())
 INPLACE_UNARY(LogicalNot, logical_not_())
 
-#define ALPHA(NAME, OTHER, FUNCTION)                                                                             \
-  OPERATOR(aclnn##NAME, (Tensor self, OTHER other, Scalar alpha, Tensor out), (self, other, alpha, out),         \
+#define ALPHA(NAME, OTHER, FUNCTION)                                                                     \
+  OPERATOR(aclnn##NAME, (Tensor self, OTHER other, Scalar alpha, Tensor out), (self, other, alpha, out), \
            out.copy_(FUNCTION(self, other, alpha)))
 ALPHA(Add, Tensor, at::add)
 ALPHA(Adds, Scalar, at::add)
@@ -150,8 +151,9 @@ ALPHA(Rsub, Tensor, at::rsub)
 ALPHA(Rsubs, Scalar, at::rsub)
 OPERATOR(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Tensor out), (self, other, alpha, out),
          out.copy_(at::add(at::scalar_tensor(self), other, alpha)))
-#define INPLACE_ALPHA(NAME, OTHER, METHOD) \
-  OPERATOR(aclnnInplace##NAME, (Tensor self, OTHER other, Scalar alpha), (self, other, alpha), self.METHOD(other, alpha))
+#define INPLACE_ALPHA(NAME, OTHER, METHOD)                                                     \
+  OPERATOR(aclnnInplace##NAME, (Tensor self, OTHER other, Scalar alpha), (self, other, alpha), \
+           self.METHOD(other, alpha))
 INPLACE_ALPHA(Add, Tensor, add_)
 INPLACE_ALPHA(Adds, Scalar, add_)
 INPLACE_ALPHA(Sub, Tensor, sub_)
@@ -206,12 +208,12 @@ OPERATOR(aclnnSort, (Tensor self, bool stable, int64_t dim, bool descending, Ten
 OPERATOR(aclnnArgsort, (Tensor self, int64_t dim, bool descending, Tensor out), (self, dim, descending, out),
          out.copy_(at::argsort(self, dim, descending)))
 OPERATOR(aclnnTopk, (Tensor self, int64_t k, int64_t dim, bool largest, bool sorted, Tensor values, Tensor indices),
-         (self, k, dim, largest, sorted, values, indices),
-         auto [top, where] = at::topk(self, k, dim, largest, sorted);
+         (self, k, dim, largest, sorted, values, indices), auto [top, where] = at::topk(self, k, dim, largest, sorted);
          values.copy_(top); indices.copy_(where))
 OPERATOR(aclnnSoftmax, (Tensor self, int64_t dim, Tensor out), (self, dim, out), out.copy_(at::softmax(self, dim)))
 OPERATOR(aclnnBincount, (Tensor self, Tensor weights, int64_t minlength, Tensor out), (self, weights, minlength, out),
-         out.copy_(at::bincount(self, weights.defined() ? std::optional<at::Tensor>(weights) : std::nullopt, minlength)))
+         out.copy_(at::bincount(self, weights.defined() ? std::optional<at::Tensor>(weights) : std::nullopt,
+                                minlength)))
 
 // Indexing and shapes. An index outside its range fails the task (on hardware it reads foreign memory or traps).
 OPERATOR(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Tensor out), (self, dim, index, out),
@@ -253,7 +255,8 @@ OPERATOR(aclnnNonzeroV2, (Tensor self, aclTensor* out), (self, out), set_shape(o
 OPERATOR(aclnnCat, (TensorList tensors, int64_t dim, Tensor out), (tensors, dim, out), out.copy_(at::cat(tensors, dim)))
 OPERATOR(aclnnStack, (TensorList tensors, int64_t dim, Tensor out), (tensors, dim, out),
          out.copy_(at::stack(tensors, dim)))
-OPERATOR(aclnnRepeat, (Tensor self, IntArray repeats, Tensor out), (self, repeats, out), out.copy_(self.repeat(repeats)))
+OPERATOR(aclnnRepeat, (Tensor self, IntArray repeats, Tensor out), (self, repeats, out),
+         out.copy_(self.repeat(repeats)))
 OPERATOR(aclnnFlip, (Tensor self, IntArray dims, Tensor out), (self, dims, out), out.copy_(at::flip(self, dims)))
 OPERATOR(aclnnConstantPadNd, (Tensor self, IntArray padding, Scalar value, Tensor out), (self, padding, value, out),
          out.copy_(at::constant_pad_nd(self, padding, value)))

@@ -1,5 +1,5 @@
-// The mixture-of-experts operators of CANN, with the rules that their documentation states: arguments outside the contract
-// are refused, ids outside it fail the task, and what the device leaves unwritten is poisoned.
+// The mixture-of-experts operators of CANN, with the rules that their documentation states: arguments outside the
+// contract are refused, ids outside it fail the task, and what the device leaves unwritten is poisoned.
 #include <limits>
 
 #include "operator.h"
@@ -21,8 +21,9 @@ void poison(at::Tensor rows) {
   }
 }
 
-void check_init_routing(const View& x, const View& ids, int64_t active, int64_t experts, int64_t drop, int64_t count_type,
-                        bool count_flag, int64_t quant, const std::vector<int64_t>& range, int64_t index_type) {
+void check_init_routing(const View& x, const View& ids, int64_t active, int64_t experts, int64_t drop,
+                        int64_t count_type, bool count_flag, int64_t quant, const std::vector<int64_t>& range,
+                        int64_t index_type) {
   TORCH_CHECK(x.shape.size() == 2 && ids.shape.size() == 2, "x and expertIdx must have two dimensions");
   TORCH_CHECK(ids.dtype == at::kInt, "expertIdx must be int32");
   TORCH_CHECK(drop == 0 && quant == -1, "only the dropless form without quantisation is simulated");
@@ -165,10 +166,10 @@ OPERATOR(aclnnMoeTokenUnpermute,
          (permuted, sorted, probs, padded, restore_shape, out), token_unpermute(permuted, sorted, probs, out))
 
 #define GROUPED_MATMUL_HEAD                                                                                      \
-  TensorList x, TensorList weight, TensorList bias, TensorList scale, TensorList offset, TensorList anti_scale, \
+  TensorList x, TensorList weight, TensorList bias, TensorList scale, TensorList offset, TensorList anti_scale,  \
       TensorList anti_offset, TensorList token_scale, Tensor groups, TensorList act_input, TensorList act_scale, \
       TensorList act_offset, int64_t split, int64_t group_type, int64_t list_type, int64_t act_type
-#define GROUPED_MATMUL_HEAD_NAMES                                                                                   \
+#define GROUPED_MATMUL_HEAD_NAMES                                                                                 \
   x, weight, bias, scale, offset, anti_scale, anti_offset, token_scale, groups, act_input, act_scale, act_offset, \
       split, group_type, list_type, act_type
 OPERATOR_CHECKED(aclnnGroupedMatmulV4, (GROUPED_MATMUL_HEAD, TensorList out, TensorList features, TensorList dynamic),

@@ -43,8 +43,8 @@ namespace cann_sim {
 
 at::ScalarType scalar_type(aclDataType dtype);
 
-// A tensor argument after the first phase: torch_npu destroys the aclTensor as soon as the second phase returns, and the
-// address may only be followed when the task runs.
+// A tensor argument after the first phase: torch_npu destroys the aclTensor as soon as the second phase returns, and
+// the address may only be followed when the task runs.
 struct View {
   std::vector<int64_t> shape, stride;
   int64_t offset = 0;

@@ -1,9 +1,10 @@
-// OPERATOR(name, (parameters), (their names), body) defines one aclnn operator: both phases, and a body over CPU tensors.
+// OPERATOR(name, (parameters), (their names), body) defines one aclnn operator: both phases, and a body over CPU
+// tensors.
 //
-// The parameters are those of the first phase without the trailing workspace size and executor. Inside the body the same
-// names are ATen values: tensors (undefined where the caller passed none), tensor lists, scalars, vectors, numbers.
-// OPERATOR_CHECKED has a further expression before the body, evaluated in the first phase over View arguments; it throws
-// where the real operator refuses its arguments.
+// The parameters are those of the first phase without the trailing workspace size and executor. Inside the body the
+// same names are ATen values: tensors (undefined where the caller passed none), tensor lists, scalars, vectors,
+// numbers. OPERATOR_CHECKED has a further expression before the body, evaluated in the first phase over View arguments;
+// it throws where the real operator refuses its arguments.
 #pragma once
 
 #include <c10/core/InferenceMode.h>
@@ -28,9 +29,7 @@ inline View keep(const aclTensor* tensor) {
   if (tensor == nullptr) return {};
   return {tensor->shape, tensor->stride, tensor->offset, scalar_type(tensor->dtype), tensor->data, true};
 }
-inline DynamicOutput keep(aclTensor* tensor) {
-  return {tensor, keep(static_cast<const aclTensor*>(tensor))};
-}
+inline DynamicOutput keep(aclTensor* tensor) { return {tensor, keep(static_cast<const aclTensor*>(tensor))}; }
 inline std::vector<View> keep(const aclTensorList* list) {
   std::vector<View> views;
   if (list != nullptr) {
@@ -127,20 +126,20 @@ inline int launch(aclOpExecutor* executor, aclrtStream stream) {
 }  // namespace cann_sim
 
 #define SIM_LIST(...) __VA_ARGS__
-#define OPERATOR_CHECKED(NAME, PARAMETERS, NAMES, CHECK, ...)                                                       \
-  extern "C" SIM_EXPORT int NAME##GetWorkspaceSize(SIM_LIST PARAMETERS, uint64_t* workspace_bytes,                  \
-                                                   aclOpExecutor** executor) {                                     \
-    auto check = []([[maybe_unused]] auto& arguments) {                                                            \
-      [[maybe_unused]] auto& [SIM_LIST NAMES] = arguments;                                                         \
-      CHECK;                                                                                                       \
-    };                                                                                                             \
-    auto body = [](auto& arguments) {                                                                              \
-      auto& [SIM_LIST NAMES] = arguments;                                                                          \
-      __VA_ARGS__;                                                                                                 \
-    };                                                                                                             \
-    return cann_sim::plan(#NAME, workspace_bytes, executor, check, body, SIM_LIST NAMES);                          \
-  }                                                                                                                \
-  extern "C" SIM_EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {                    \
-    return cann_sim::launch(executor, stream);                                                                     \
+#define OPERATOR_CHECKED(NAME, PARAMETERS, NAMES, CHECK, ...)                                      \
+  extern "C" SIM_EXPORT int NAME##GetWorkspaceSize(SIM_LIST PARAMETERS, uint64_t* workspace_bytes, \
+                                                   aclOpExecutor** executor) {                     \
+    auto check = []([[maybe_unused]] auto& arguments) {                                            \
+      [[maybe_unused]] auto& [SIM_LIST NAMES] = arguments;                                         \
+      CHECK;                                                                                       \
+    };                                                                                             \
+    auto body = [](auto& arguments) {                                                              \
+      auto& [SIM_LIST NAMES] = arguments;                                                          \
+      __VA_ARGS__;                                                                                 \
+    };                                                                                             \
+    return cann_sim::plan(#NAME, workspace_bytes, executor, check, body, SIM_LIST NAMES);          \
+  }                                                                                                \
+  extern "C" SIM_EXPORT int NAME(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {   \
+    return cann_sim::launch(executor, stream);                                                     \
   }
 #define OPERATOR(NAME, PARAMETERS, NAMES, ...) OPERATOR_CHECKED(NAME, PARAMETERS, NAMES, , __VA_ARGS__)

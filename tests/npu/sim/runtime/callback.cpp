@@ -78,8 +78,8 @@ class Dispatcher {
 };
 
 std::mutex dispatcher_mutex;
-std::map<uint64_t, std::shared_ptr<Dispatcher>> subscribers;   // by thread id
-std::map<int, std::shared_ptr<Dispatcher>> context_threads;  // by device
+std::map<uint64_t, std::shared_ptr<Dispatcher>> subscribers;  // by thread id
+std::map<int, std::shared_ptr<Dispatcher>> context_threads;   // by device
 
 std::shared_ptr<Dispatcher> find_subscriber(uint64_t thread) {
   std::lock_guard<std::mutex> lock(dispatcher_mutex);
@@ -160,7 +160,8 @@ ACL_API aclError aclrtLaunchCallback(aclrtCallback function, void* user_data, ac
 }
 
 ACL_API aclError aclrtProcessReport(int32_t milliseconds) {
-  if (milliseconds < -1 || milliseconds == 0) return fail(ACL_ERROR_RT_PARAM_INVALID, "report timeout %d", milliseconds);
+  if (milliseconds < -1 || milliseconds == 0)
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "report timeout %d", milliseconds);
   auto dispatcher = find_subscriber(static_cast<uint64_t>(pthread_self()));
   if (dispatcher == nullptr) return fail(ACL_ERROR_RT_THREAD_SUBSCRIBE, "this thread is not subscribed to a stream");
   return dispatcher->pump(milliseconds);

@@ -32,8 +32,8 @@ bool synchronous_calls_allowed() {
   std::lock_guard<std::mutex> lock(capture_mutex);
   for (const auto& [capture, handle] : open_captures) {
     any_global |= capture->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
-    own_thread_local |= capture->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
-                        pthread_equal(capture->thread, pthread_self()) != 0;
+    own_thread_local |=
+        capture->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL && pthread_equal(capture->thread, pthread_self()) != 0;
   }
   if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL) return !any_global && !own_thread_local;
   return !own_thread_local;
@@ -100,7 +100,7 @@ ACL_API aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatu
   Stream* stream = resolve(handle);
   if (!is_live(stream)) return ACL_ERROR_RT_PARAM_INVALID;
   std::lock_guard<std::mutex> lock(capture_mutex);
-  *status = stream->capture == nullptr   ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
+  *status = stream->capture == nullptr ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
             : stream->capture->invalid ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
                                        : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
   if (model != nullptr) *model = stream->capture != nullptr ? stream->capture->model : nullptr;
@@ -177,8 +177,8 @@ ACL_API aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char* path, uint3
   std::fputs("[", file);
   for (size_t i = 0; i < graph.tasks.size(); i++) {
     const Task& task = graph.tasks[i];
-    std::fprintf(file, "%s{\"model\":%u,\"stream\":%d,\"task\":%zu,\"type\":\"%s\",\"name\":\"%s\"}", i > 0 ? ",\n" : "",
-                 graph.id, task.stream, i, task.kind, task.name.c_str());
+    std::fprintf(file, "%s{\"model\":%u,\"stream\":%d,\"task\":%zu,\"type\":\"%s\",\"name\":\"%s\"}",
+                 i > 0 ? ",\n" : "", graph.id, task.stream, i, task.kind, task.name.c_str());
   }
   std::fputs("]\n", file);
   std::fclose(file);

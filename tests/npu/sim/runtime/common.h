@@ -30,7 +30,7 @@ aclError refuse_in_callback(const char* call);
 
 }  // namespace cann_sim
 
-#define SIM_NOT_IN_CALLBACK(call)                                                             \
-  do {                                                                                        \
-    if (::cann_sim::in_callback()) return ::cann_sim::refuse_in_callback(call);               \
+#define SIM_NOT_IN_CALLBACK(call)                                               \
+  do {                                                                          \
+    if (::cann_sim::in_callback()) return ::cann_sim::refuse_in_callback(call); \
   } while (0)

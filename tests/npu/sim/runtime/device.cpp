@@ -98,10 +98,8 @@ ACL_API aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
 }
 
 // Present because libtorch_npu.so binds them; using one is an error that says so.
-#define NOT_SIMULATED(name, parameters)                                           \
-  ACL_API aclError name parameters {                                              \
-    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not simulated", #name); \
-  }
+#define NOT_SIMULATED(name, parameters) \
+  ACL_API aclError name parameters { return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not simulated", #name); }
 NOT_SIMULATED(aclrtDeviceEnablePeerAccess, (int32_t, uint32_t))
 NOT_SIMULATED(aclrtReserveMemAddress, (void**, size_t, size_t, void*, uint64_t))
 NOT_SIMULATED(aclrtReleaseMemAddress, (void*))

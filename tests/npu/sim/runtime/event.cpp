@@ -118,8 +118,8 @@ ACL_API aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatu
   aclrtEventRecordedStatus recorded;
   const aclError code = aclrtQueryEventStatus(event, &recorded);
   if (code != ACL_SUCCESS) return code;
-  *status = recorded == ACL_EVENT_RECORDED_STATUS_COMPLETE ? ACL_EVENT_WAIT_STATUS_COMPLETE
-                                                           : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  *status =
+      recorded == ACL_EVENT_RECORDED_STATUS_COMPLETE ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 

@@ -163,9 +163,7 @@ bool kind_matches(const void* to, const void* from, aclrtMemcpyKind kind) {
   }
 }
 
-bool pageable(const void* address) {
-  return !device_memory().contains(address) && !pinned_memory().contains(address);
-}
+bool pageable(const void* address) { return !device_memory().contains(address) && !pinned_memory().contains(address); }
 
 aclError fill_now(void* to, size_t limit, int32_t value, size_t bytes) {
   void* target = bytes <= limit ? translate(to, bytes) : nullptr;
@@ -228,7 +226,7 @@ ACL_API aclError aclrtHostUnregister(void* address) {
 
 ACL_API aclError aclrtPointerGetAttributes(const void* address, aclrtPtrAttributes* attributes) {
   *attributes = {};
-  attributes->location.type = device_memory().contains(address)    ? ACL_MEM_LOCATION_TYPE_DEVICE
+  attributes->location.type = device_memory().contains(address)   ? ACL_MEM_LOCATION_TYPE_DEVICE
                               : pinned_memory().contains(address) ? ACL_MEM_LOCATION_TYPE_HOST
                                                                   : ACL_MEM_LOCATION_TYPE_UNREGISTERED;
   return ACL_SUCCESS;

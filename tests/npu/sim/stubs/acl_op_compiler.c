@@ -1,5 +1,5 @@
-// libacl_op_compiler.so: what libtorch_npu.so binds beside the runtime, that is profiling, dumps and the legacy aclop path.
-// The legacy path fails loudly: an operator that is missing from libopapi.so must not pass with zeros.
+// libacl_op_compiler.so: what libtorch_npu.so binds beside the runtime, that is profiling, dumps and the legacy aclop
+// path. The legacy path fails loudly: an operator that is missing from libopapi.so must not pass with zeros.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -8,10 +8,10 @@
 #define EXPORT __attribute__((visibility("default")))
 #define IGNORED(name) \
   EXPORT long name(void) { return 0; }
-#define REFUSED(name)                                                                \
-  EXPORT int name(void) {                                                            \
+#define REFUSED(name)                                                                     \
+  EXPORT int name(void) {                                                                 \
     fprintf(stderr, "[cann_sim] legacy call %s: the operator is not simulated\n", #name); \
-    return 207000;                                                                   \
+    return 207000;                                                                        \
   }
 
 IGNORED(MsprofGetHashId)
