@@ -1,0 +1,1 @@
+"""The command line: `python -m moe_ops info | check | bench | demo`."""
