@@ -1,8 +1,8 @@
 """Real text through the operators.
 
-The feed-forward layers of SmolLM2-135M-Instruct are cut into eight experts each, quantised to MXFP4, written to a safetensors
-checkpoint under the names of gpt-oss and loaded back. Half of the experts run in `fused_mxfp4_moe`, the other half on the CPU
-engine through `cpu_moe_submit` and `cpu_moe_sync`.
+The feed-forward layers of SmolLM2-135M-Instruct are cut into eight experts each, quantised to MXFP4, written to a
+safetensors checkpoint under the names of gpt-oss and loaded back. Half of the experts run in `fused_mxfp4_moe`, the
+other half on the CPU engine through `cpu_moe_submit` and `cpu_moe_sync`.
 """
 
 from __future__ import annotations
@@ -120,13 +120,11 @@ def run(options: Options, console: Console) -> None:
         folder = options.checkpoint or Path(temporary)
         begun = time.perf_counter()
         written = write_checkpoint(model, inputs, folder, console)
-        bytes_before = sum(
-            p.numel() * 2 for layer in model.model.layers for p in layer.mlp.parameters()
-        )
+        bytes_before = sum(p.numel() * 2 for layer in model.model.layers for p in layer.mlp.parameters())
         console.print(
-            f"cut into {NUM_EXPERTS} experts of {config.intermediate_size // NUM_EXPERTS} neurons, grouped by co-activation on "
-            f"{calibration.shape[1]} tokens, in MXFP4: {bytes_before / 2**20:.0f} MiB -> {written / 2**20:.0f} MiB "
-            f"in {time.perf_counter() - begun:.0f} s"
+            f"cut into {NUM_EXPERTS} experts of {config.intermediate_size // NUM_EXPERTS} neurons, grouped by "
+            f"co-activation on {calibration.shape[1]} tokens, in MXFP4: {bytes_before / 2**20:.0f} MiB -> "
+            f"{written / 2**20:.0f} MiB in {time.perf_counter() - begun:.0f} s"
         )
         begun = time.perf_counter()
         layers = replace_feed_forward(model, folder, device, console)
