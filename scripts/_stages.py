@@ -1,7 +1,7 @@
 """The stages of scripts/test and scripts/test-full: runs them all, then says what passed, failed and was skipped.
 
-A stage whose tool is missing is a skip with its name and reason. The last line counts every test and every stage that is
-no test run of its own.
+A stage whose tool is missing is a skip with its name and reason. The last line counts every test, and every stage that
+is no test run of its own.
 """
 
 from __future__ import annotations

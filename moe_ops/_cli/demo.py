@@ -10,16 +10,20 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from moe_ops._cli import smollm2
 from moe_ops._cli.feed_forward import CutFeedForward
+from moe_ops._cli.info import KEYS, missing
+from moe_ops.engine import CpuMoeEngine
 from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter
 from moe_ops.integrations.dense import cut_dense
 
@@ -61,22 +65,34 @@ def write_checkpoint(model: Any, inputs: list[torch.Tensor], folder: Path, conso
     return writer.total_bytes
 
 
-def replace_feed_forward(model: Any, folder: Path, device: torch.device, console: Console) -> list[CutFeedForward]:
+def replace_feed_forward(
+    model: Any, folder: Path, engine: CpuMoeEngine, device: torch.device, console: Console
+) -> list[CutFeedForward]:
     """Load the checkpoint layer by layer into the model, half of the experts on `device`, half in the CPU engine."""
-    here, there = list(range(NUM_EXPERTS // 2)), list(range(NUM_EXPERTS // 2, NUM_EXPERTS))
+    on_device = list(range(NUM_EXPERTS // 2))
+    on_cpu = [expert not in on_device for expert in range(NUM_EXPERTS)]
     replaced = []
     with Checkpoint(folder) as checkpoint:
         layers = list(model.model.layers)
         for number, layer in enumerate(track(layers, "loading experts", console=console, transient=True)):
             prefix = _prefix(number)
+            experts = checkpoint.load_experts(f"{prefix}.experts", on_device, device=device)
+            in_engine = engine.add_experts(
+                prefix,
+                NUM_EXPERTS,
+                experts.hidden_size,
+                experts.intermediate_size,
+                w13_layout=experts.w13_layout,
+                w2_bias=True,
+            )
+            in_engine.load(partial(checkpoint.read_expert, f"{prefix}.experts"), on_cpu=on_cpu)
             layer.mlp = CutFeedForward(
-                checkpoint.load_experts(f"{prefix}.experts", here, device=device),
-                checkpoint.load_experts(f"{prefix}.experts", there),
+                experts,
+                on_device,
+                in_engine,
                 checkpoint.read(f"{prefix}.router.weight"),
                 checkpoint.read(f"{prefix}.router.bias"),
                 checkpoint.read(f"{prefix}.output_bias"),
-                device_experts=here,
-                cpu_experts=there,
             ).to(device)
             replaced.append(layer.mlp)
     return replaced
@@ -88,14 +104,23 @@ def set_top_k(layers: list[CutFeedForward], top_k: int) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        from moe_ops._cli.info import missing
+    """The device to use; raises where it lacks one of the kernels."""
+    device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    key = next((key for key, kind in KEYS.items() if kind == device.type), "CPU")
+    for op in ("fused_mxfp4_moe", "cpu_moe_submit", "cpu_moe_sync"):
+        if reason := missing(op, key):
+            if name == "auto" and device.type != "cpu":
+                return pick_device("cpu")
+            raise RuntimeError(f"the demo needs {op} on {device}, which has no kernel here: {reason}")
+    return device
 
-        if not any(missing(op, "CUDA") for op in ("fused_mxfp4_moe", "cpu_moe_submit", "cpu_moe_sync")):
-            return torch.device("cuda")
-    return torch.device("cpu")
+
+def answer(model: Any, tokenizer: Any, options: Options, top_k: int, max_new_tokens: int, console: Console) -> float:
+    """Print one answer as it comes; returns tokens per second."""
+    console.print(f"\n[bold]> {escape(options.prompt)}[/bold]  (top {top_k} of {NUM_EXPERTS} experts)\n")
+    stream = smollm2.generate(model, tokenizer, options.prompt, max_new_tokens)
+    console.print(f"\n{len(stream.ids)} tokens, [bold]{stream.tokens_per_second:.1f} tokens/s[/bold]", highlight=False)
+    return stream.tokens_per_second
 
 
 def run(options: Options, console: Console) -> None:
@@ -106,55 +131,59 @@ def run(options: Options, console: Console) -> None:
         model.to(device)
     config = model.config
     console.print(
-        f"[bold]SmolLM2-135M-Instruct[/bold] on {device}: {config.num_hidden_layers} layers, "
-        f"H {config.hidden_size}, I {config.intermediate_size}, bfloat16 ({time.perf_counter() - started:.0f} s)"
+        f"SmolLM2-135M-Instruct on {device}: {config.num_hidden_layers} layers, H {config.hidden_size}, "
+        f"I {config.intermediate_size}, bfloat16, loaded in {time.perf_counter() - started:.0f} s"
     )
 
-    evaluation = tokenizer(smollm2.text("evaluation"), return_tensors="pt").input_ids.to(device)
-    calibration = tokenizer(smollm2.text("calibration"), return_tensors="pt").input_ids.to(device)
-    dense = smollm2.perplexity(model, evaluation)
-    dense_speed = smollm2.generate(model, tokenizer, options.prompt, SPEED_TOKENS, show=False).tokens_per_second
-    inputs = smollm2.layer_inputs(model, calibration)
+    def tokens(name: str) -> torch.Tensor:
+        return tokenizer(smollm2.text(name), return_tensors="pt").input_ids.to(device)
 
-    with tempfile.TemporaryDirectory(prefix="moe_ops_demo_") as temporary:
+    evaluation, calibration = tokens("evaluation"), tokens("calibration")
+
+    def measure() -> tuple[float, float]:
+        """(perplexity, tokens per second of decoding)."""
+        speed = smollm2.generate(model, tokenizer, options.prompt, SPEED_TOKENS, show=False).tokens_per_second
+        return smollm2.perplexity(model, evaluation), speed
+
+    with console.status("measuring the dense model"):
+        dense, dense_speed = measure()
+        inputs = smollm2.layer_inputs(model, calibration)
+
+    with CpuMoeEngine("demo") as engine, tempfile.TemporaryDirectory(prefix="moe_ops_demo_") as temporary:
         folder = options.checkpoint or Path(temporary)
         begun = time.perf_counter()
+        dense_bytes = sum(p.numel() * 2 for layer in model.model.layers for p in layer.mlp.parameters())
         written = write_checkpoint(model, inputs, folder, console)
-        bytes_before = sum(p.numel() * 2 for layer in model.model.layers for p in layer.mlp.parameters())
         console.print(
             f"cut into {NUM_EXPERTS} experts of {config.intermediate_size // NUM_EXPERTS} neurons, grouped by "
-            f"co-activation on {calibration.shape[1]} tokens, in MXFP4: {bytes_before / 2**20:.0f} MiB -> "
-            f"{written / 2**20:.0f} MiB in {time.perf_counter() - begun:.0f} s"
+            f"co-activation on {calibration.shape[1]} tokens, in MXFP4: {dense_bytes / 2**20:.0f} MiB -> "
+            f"{written / 2**20:.0f} MiB, in {time.perf_counter() - begun:.0f} s"
         )
         begun = time.perf_counter()
-        layers = replace_feed_forward(model, folder, device, console)
+        layers = replace_feed_forward(model, folder, engine, device, console)
+        half = NUM_EXPERTS // 2
         console.print(
-            f"loaded from {folder if options.checkpoint else 'its checkpoint'} in {time.perf_counter() - begun:.1f} s: "
-            f"experts 0-3 in fused_mxfp4_moe on {device}, experts 4-7 in cpu_moe_submit/cpu_moe_sync"
+            f"loaded from {options.checkpoint or 'the checkpoint'} in {time.perf_counter() - begun:.1f} s: experts "
+            f"0-{half - 1} in fused_mxfp4_moe on {device}, {half}-{NUM_EXPERTS - 1} in cpu_moe_submit/cpu_moe_sync"
         )
 
-    console.print(f"\n[bold]> {options.prompt}[/bold]  (all {NUM_EXPERTS} experts)\n")
-    set_top_k(layers, NUM_EXPERTS)
-    answer = smollm2.generate(model, tokenizer, options.prompt, options.max_new_tokens)
-    console.print(
-        f"\n{len(answer.ids)} tokens, [bold]{answer.tokens_per_second:.1f} tokens/s[/bold] "
-        f"(dense bfloat16 in PyTorch: {dense_speed:.1f})"
-    )
+        set_top_k(layers, NUM_EXPERTS)
+        answer(model, tokenizer, options, NUM_EXPERTS, options.max_new_tokens, console)
+        if options.top_k < NUM_EXPERTS:
+            set_top_k(layers, options.top_k)
+            answer(model, tokenizer, options, options.top_k, options.max_new_tokens // 2, console)
 
-    set_top_k(layers, options.top_k)
-    console.print(f"\n[bold]> {options.prompt}[/bold]  (top {options.top_k} of {NUM_EXPERTS} experts)\n")
-    sparse = smollm2.generate(model, tokenizer, options.prompt, options.max_new_tokens // 2)
-    console.print(f"\n{len(sparse.ids)} tokens, [bold]{sparse.tokens_per_second:.1f} tokens/s[/bold]\n")
-
-    table = Table(title=f"Perplexity on {evaluation.shape[1]} tokens of prose, and what a smaller top-k costs")
-    for heading in ("experts", "weights read", "perplexity", "against dense"):
-        table.add_column(heading, justify="right")
-    table.add_row("dense, bfloat16", "", f"{dense:.1f}", "")
-    for top_k in range(NUM_EXPERTS, NUM_EXPERTS // 2 - 1, -1):
-        set_top_k(layers, top_k)
-        value = smollm2.perplexity(model, evaluation)
-        table.add_row(
-            f"{top_k} of {NUM_EXPERTS}, MXFP4", f"{top_k / NUM_EXPERTS:.0%}", f"{value:.1f}", f"x {value / dense:.2f}"
+        table = Table(title=f"Perplexity on {evaluation.shape[1]} tokens of prose, and what a smaller top-k costs")
+        for heading in ("experts per token", "perplexity", "against dense", "tokens/s"):
+            table.add_column(heading, justify="right")
+        table.add_row("dense, bfloat16", f"{dense:.1f}", "", f"{dense_speed:.1f}")
+        for top_k in track(range(NUM_EXPERTS, NUM_EXPERTS // 2 - 1, -1), "measuring", console=console, transient=True):
+            set_top_k(layers, top_k)
+            value, speed = measure()
+            table.add_row(f"{top_k} of {NUM_EXPERTS}, MXFP4", f"{value:.1f}", f"x {value / dense:.2f}", f"{speed:.1f}")
+        console.print(table)
+        jobs = engine.stats()
+        console.print(
+            f"CPU engine: {jobs['completed']} jobs, {jobs['busy_ns'] / 1e9:.1f} s busy, "
+            f"{jobs['sync_wait_ns'] / 1e9:.1f} s waited for; {time.perf_counter() - started:.0f} s in all"
         )
-    console.print(table)
-    console.print(f"{time.perf_counter() - started:.0f} s in all")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import os
 import sys
@@ -32,7 +34,6 @@ def find_gguf() -> Path:
 def load(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """(model, tokenizer), from the local file alone."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     file = find_gguf()
     try:
         import transformers
@@ -42,10 +43,12 @@ def load(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("gguf").setLevel(logging.ERROR)
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
-    )
+    # Its progress bar for GGUF files has no switch.
+    with contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+        )
     return model.eval(), tokenizer
 
 

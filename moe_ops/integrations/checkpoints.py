@@ -103,6 +103,7 @@ class Checkpoint:
         self.path = path
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._layers: dict[str, ExpertLayer] | None = None
         for file in files:
             opened = self._stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
             self._files.update(dict.fromkeys(opened.keys(), opened))
@@ -138,6 +139,11 @@ class Checkpoint:
 
     def layers(self) -> dict[str, ExpertLayer]:
         """Every layer of MXFP4 experts, by the prefix of its tensors' names, in natural order."""
+        if self._layers is None:
+            self._layers = self._find_layers()
+        return self._layers
+
+    def _find_layers(self) -> dict[str, ExpertLayer]:
         names = list(self._files)
         found: dict[str, ExpertLayer] = {}
         for scheme in SCHEMES:
@@ -145,6 +151,21 @@ class Checkpoint:
                 if prefix not in found:
                     found[prefix] = ExpertLayer(prefix, scheme, scheme.num_experts(prefix, self.shape, counted))
         return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+    def layer(self, prefix: str) -> ExpertLayer:
+        layers = self.layers()
+        if prefix not in layers:
+            raise ValueError(
+                f"load_experts: prefix must be a layer with MXFP4 experts ({', '.join(layers) or 'none here'}), "
+                f"got '{prefix}'"
+            )
+        return layers[prefix]
+
+    def read_expert(self, prefix: str, expert: int) -> dict[str, torch.Tensor]:
+        """One expert's tensors, [2I, H / 2] and so on; for `CpuExperts.load`, which keeps no second copy."""
+        one = self.layer(prefix).scheme.expert(prefix, expert, self.read, self.__contains__)
+        _check_expert(expert, one)
+        return {name: part for name, part in one._asdict().items() if part is not None}
 
     def load_experts(
         self,
@@ -161,12 +182,7 @@ class Checkpoint:
                   (replicas) or not at all: what is not named is not read.
         progress: called with the number of experts read so far.
         """
-        layer = self.layers().get(prefix)
-        if layer is None:
-            raise ValueError(
-                f"load_experts: prefix must be a layer with MXFP4 experts ({', '.join(self.layers()) or 'none here'}), "
-                f"got '{prefix}'"
-            )
+        layer = self.layer(prefix)
         slots = list(range(layer.num_experts)) if experts is None else [int(expert) for expert in experts]
         bad = [expert for expert in slots if not 0 <= expert < layer.num_experts]
         if bad:
