@@ -209,6 +209,47 @@ def fused_mxfp4_moe_backward(device: torch.device) -> Iterator[Comparison]:
             yield Comparison(f"gradient of {part} {name}", a.to(x.dtype), e.to(x.dtype), exact=False)
 
 
+def _engine_cases(device: torch.device, max_deferred: int) -> Iterator[Comparison]:
+    """Two layers, the second of which takes the first one's deferred part."""
+    from moe_ops.engine import CpuMoeEngine
+    from moe_ops.placement import select_deferred_experts
+
+    tokens, top_k, num_experts, hidden = SIZES[2]
+    intermediate = 96
+    ids, weights = _routing(tokens, top_k, num_experts, 19)
+    ids = torch.where(ids < num_experts, ids, -1)
+    tensors = _experts(num_experts, hidden, intermediate, 20)
+    now, late = select_deferred_experts(ids, weights, max_deferred)
+    with CpuMoeEngine(f"check {device} {max_deferred}") as engine:
+        experts = engine.add_experts("layer", num_experts, hidden, intermediate, w13_layout="gate_up").load(tensors)
+        experts = experts.to(device)
+        for dtype in FLOATS:
+            x, base = _rows(tokens, hidden, dtype, 21), _rows(tokens, hidden, torch.float32, 22)
+            inputs = [t.to(device) for t in (x, ids, weights)]
+            ticket, deferred = experts.submit(*inputs, max_deferred=max_deferred)
+            first = experts.sync(ticket, base.to(device), out_dtype=dtype)
+            ticket, nothing = experts.submit(*inputs)
+            second = experts.sync(ticket, base.to(device), deferred_ticket=deferred, out_dtype=dtype)
+
+            def part(which: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
+                return reference.fused_mxfp4_moe(
+                    x, which, weights, **tensors, w13_layout="gate_up", out_dtype=torch.float32
+                )
+
+            yield Comparison(f"layer 1 {dtype}", first, (base + part(now)).to(dtype), exact=False)
+            yield Comparison(f"layer 2 {dtype}", second, (base + part(ids) + part(late)).to(dtype), exact=False)
+            yield Comparison("no deferred ticket", nothing, torch.zeros(1, dtype=torch.int64))
+        engine.check()
+
+
+def cpu_moe_submit(device: torch.device) -> Iterator[Comparison]:
+    yield from _engine_cases(device, max_deferred=0)
+
+
+def cpu_moe_sync(device: torch.device) -> Iterator[Comparison]:
+    yield from _engine_cases(device, max_deferred=1)
+
+
 CASES: dict[str, Callable[[torch.device], Iterator[Comparison]]] = {
     function.__name__: function
     for function in (
@@ -221,5 +262,7 @@ CASES: dict[str, Callable[[torch.device], Iterator[Comparison]]] = {
         fused_mxfp4_moe,
         fused_mxfp4_moe_out,
         fused_mxfp4_moe_backward,
+        cpu_moe_submit,
+        cpu_moe_sync,
     )
 }

@@ -125,6 +125,7 @@ def answer(model: Any, tokenizer: Any, options: Options, top_k: int, max_new_tok
 
 def run(options: Options, console: Console) -> None:
     started = time.perf_counter()
+    smollm2.find_gguf()  # raises what to install before anything slow
     device = pick_device(options.device)
     with console.status("loading SmolLM2-135M-Instruct"):
         model, tokenizer = smollm2.load()
