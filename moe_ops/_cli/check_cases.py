@@ -61,7 +61,7 @@ def _routing(tokens: int, top_k: int, num_experts: int, seed: int) -> tuple[torc
     return ids, torch.rand(tokens, top_k, generator=generator)
 
 
-def _experts(num_experts: int, hidden: int, intermediate: int, seed: int) -> dict[str, torch.Tensor]:
+def _experts(num_experts: int, hidden: int, intermediate: int, seed: int) -> dict[str, Any]:
     """Random codes, with scales that keep the outputs near 1."""
     generator = torch.Generator().manual_seed(seed)
 

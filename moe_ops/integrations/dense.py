@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_ops.integrations.checkpoints import ExpertTensors
-from moe_ops.reference.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from moe_ops.integrations.quantize import quantize_for_inputs
+from moe_ops.reference.mxfp4 import dequantize_mxfp4
 
 
 @dataclass
@@ -94,18 +95,12 @@ def cut_dense(
     gate, up, down = gate.to(torch.float32), up.to(torch.float32), down.to(torch.float32)
     hidden = F.silu(x @ gate.t()) * (x @ up.t())  # [T, I]
     groups = group_neurons(hidden.abs() * down.norm(dim=0), num_experts, always=always)
-    w13, w13_scale, w2, w2_scale = [], [], [], []
-    for neurons in groups:
-        rows, rows_scale = quantize_mxfp4(torch.cat((gate[neurons], up[neurons])), search=True)
-        columns, columns_scale = quantize_mxfp4(down[:, neurons], search=True)
-        w13.append(rows)
-        w13_scale.append(rows_scale)
-        w2.append(columns)
-        w2_scale.append(columns_scale)
-    experts = ExpertTensors(
-        torch.stack(w13), torch.stack(w13_scale), torch.stack(w2), torch.stack(w2_scale), w13_layout="gate_up"
-    )
-    outputs = expert_outputs(experts, x)  # [E, T, H]
+    w13, w13_scale = quantize_for_inputs(torch.cat((gate[groups], up[groups]), dim=1), x)
+    # What the experts' second product gets from the quantised first one: [E, T, I / E].
+    activated = torch.stack([_activated(*pair, x) for pair in zip(w13, w13_scale, strict=True)])
+    w2, w2_scale = quantize_for_inputs(down[:, groups].transpose(0, 1), activated)
+    experts = ExpertTensors(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
+    outputs = activated @ dequantize_mxfp4(w2, w2_scale).transpose(1, 2)  # [E, T, H]
     means = outputs.mean(dim=1)  # [E, H]
     experts.w2_bias = -means
     strength = (outputs - means.unsqueeze(1)).norm(dim=-1).t()  # [T, E]
@@ -113,14 +108,9 @@ def cut_dense(
     return CutLayer(experts, weight, bias, means.sum(dim=0))
 
 
-def expert_outputs(experts: ExpertTensors, x: torch.Tensor) -> torch.Tensor:
-    """[E, T, H] float32: what each expert (rows [gate; up], SiLU, no biases) gives for every row of x."""
-    outputs = []
-    for expert in range(experts.num_experts):
-        gate_up = x @ dequantize_mxfp4(experts.w13[expert], experts.w13_scale[expert]).t()
-        gate, up = gate_up.chunk(2, dim=-1)
-        outputs.append((F.silu(gate) * up) @ dequantize_mxfp4(experts.w2[expert], experts.w2_scale[expert]).t())
-    return torch.stack(outputs)
+def _activated(w13: torch.Tensor, w13_scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, up = (x @ dequantize_mxfp4(w13, w13_scale).t()).chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def fit_router(x: torch.Tensor, strength: torch.Tensor, *, ridge: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -156,11 +156,12 @@ def _quantize(module: Any, layout: str) -> ExpertTensors:
             codes, scales = quantize_mxfp4(weight, search=True)
             parts[name].append(codes)
             parts[f"{name}_scale"].append(scales)
-    biases = {
-        "w13_bias": module.gate_up_proj_bias.detach().clone() if module.has_bias else None,
-        "w2_bias": module.down_proj_bias.detach().clone() if module.has_bias else None,
-    }
-    return ExpertTensors(**{name: torch.stack(part) for name, part in parts.items()}, w13_layout=layout, **biases)
+    return ExpertTensors(
+        **{name: torch.stack(part) for name, part in parts.items()},
+        w13_layout=layout,
+        w13_bias=module.gate_up_proj_bias.detach().clone() if module.has_bias else None,
+        w2_bias=module.down_proj_bias.detach().clone() if module.has_bias else None,
+    )
 
 
 def load_experts(
