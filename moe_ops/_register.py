@@ -106,7 +106,9 @@ def register_kernels(native_reasons: dict[str, str]) -> None:
             if file.endswith(_NATIVE_SUFFIXES):
                 if has_kernel(op.name, key):
                     continue
-                library = key if key in NATIVE_LIBRARIES else "CPU"  # kernels of no device live in the CPU's library
+                # Kernels of no device live in the library of their folder.
+                home = "CUDA" if file.startswith("csrc/cuda/") else "CPU"
+                library = key if key in NATIVE_LIBRARIES else home
                 reason = native_reasons.get(library, f"moe_ops/{NATIVE_LIBRARIES[library]} does not contain {file}")
             else:
                 reason = _python_reason(file)

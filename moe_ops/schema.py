@@ -160,6 +160,7 @@ OPS: tuple[Op, ...] = (
         _kernels("cpu_moe_sync", cpu="csrc/cpu/cpu_moe.cpp", cuda="csrc/cuda/cpu_moe.cpp"),
         ordered=True,
     ),
+    Op("_engine_staging", "(int device) -> Tensor", {"CompositeExplicitAutograd": "csrc/cuda/cpu_moe.cpp"}),
     *(
         Op(f"_engine_{name}", schema, {"CompositeExplicitAutograd": "csrc/cpu/engine_admin.cpp"})
         for name, schema in _ENGINE_OPS.items()

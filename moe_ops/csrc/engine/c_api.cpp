@@ -245,6 +245,10 @@ int64_t moe_ops_take_error(int64_t handle, char* text, int64_t size) {
 
 int64_t moe_ops_synchronous(void) { return synchronous() ? 1 : 0; }
 
+void moe_ops_wait_ticket(int64_t ticket) { wait_done(ticket); }
+
+void moe_ops_set_range_hooks(void (*push)(const char*), void (*pop)(void)) { set_range_hooks(push, pop); }
+
 int64_t moe_ops_check_handle(int64_t handle, int64_t hidden_size) {
   std::lock_guard<std::mutex> lock(state().mutex);
   auto found = state().experts.find(handle);

@@ -82,6 +82,11 @@ MOE_OPS_EXPORT int64_t moe_ops_take_error(int64_t handle, char* text, int64_t si
 // 1 while MOE_OPS_SYNC (or moe_ops.engine.set_synchronous) forces synchronous operation: wait for the stream on the
 // host, call the two run functions directly, and refuse inside a capture.
 MOE_OPS_EXPORT int64_t moe_ops_synchronous(void);
+// Host: waits until the job of a ticket has run, without taking it. For synchronous operation.
+MOE_OPS_EXPORT void moe_ops_wait_ticket(int64_t ticket);
+
+// Called around each job on the engine's thread with the name of its experts (profiler ranges). Null to remove.
+MOE_OPS_EXPORT void moe_ops_set_range_hooks(void (*push)(const char*), void (*pop)(void));
 
 // Raises nothing: 1 if the handle names experts of a living engine with this hidden size, 0 if it names none, -1 if the
 // hidden size differs.

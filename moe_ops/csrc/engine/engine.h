@@ -91,8 +91,8 @@ int64_t handle_of(const std::string& qualified_name);  // of "engine/experts", w
 void run_task(int64_t engine, const std::function<void()>& task);
 void run_on_pools(int64_t engine, const std::function<void(int pool)>& part);  // run_task, once on each pool
 void wait_idle(int64_t engine);
-// Tickets of the engine become two constants, each good for any number of syncs until the next submit replaces its job: for checkers that call
-// an op several times with the same arguments and compare (opcheck).
+// Tickets of the engine become two constants, each good for any number of syncs until the next submit replaces its job:
+// for checkers that call an op several times with the same arguments and compare (opcheck).
 void set_repeatable(int64_t engine, bool on);
 void hold_engine(int64_t engine, bool held);  // a held engine queues jobs and starts none
 Stats engine_stats(int64_t engine);
