@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +41,33 @@ def wait(pending: torch.Tensor) -> torch.Tensor:
     if isinstance(pending, funcol.AsyncCollectiveTensor):
         return pending.wait()
     return pending
+
+
+_AGREED: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def agree(sizes: tuple[int, ...], group: dist.ProcessGroup | None, device: torch.device, op: str, what: str) -> None:
+    """Make sure, once per group and sizes, that all ranks have the same ones; raise alike on all if not.
+
+    What follows exchanges messages of these sizes, and a transport may end the process where sizes differ.
+    """
+    if group is None or sizes in _AGREED.get(group, ()):
+        return
+    mine = torch.tensor([zlib.crc32(repr(sizes).encode())], dtype=torch.int64, device=device)
+    try:
+        prints = wait(start_all_gather(mine, group)).tolist()
+    except RuntimeError as error:
+        raise failure(op, f"the agreement on {what}", error) from error
+    require_equal(prints, op, what)
+    _AGREED.setdefault(group, set()).add(sizes)
+
+
+def require_equal(prints: list[int], op: str, what: str) -> None:
+    """Raise if a rank's fingerprint differs from that of most ranks (of the lowest ones where there is no majority)."""
+    common = max(set(prints), key=lambda value: (prints.count(value), -prints.index(value)))
+    others = [rank for rank, value in enumerate(prints) if value != common]
+    if others:
+        raise RuntimeError(f"{op}: every rank must have the same {what}, ranks {others} differ from the others")
 
 
 def all_to_all_rows(

@@ -55,6 +55,7 @@ def prepare_topk_route(
     written: RuntimeError with the same text; the rank whose arguments are wrong raises ValueError with the argument's
     name instead.
     """
+    collectives.agree((spec.num_experts,), spec.group, hidden_states.device, OP, "RouteSpec")
     _refuse_together(hidden_states, topk_ids, topk_weights, spec, tokens_per_expert, workspace)
     tokens = hidden_states.shape[0]
     counts = count_tokens(topk_ids, spec.num_experts) if tokens_per_expert is None else _as_int32(tokens_per_expert)

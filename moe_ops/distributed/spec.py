@@ -61,8 +61,8 @@ class RouteSpec:
         object.__setattr__(self, "ep_size", group_size(self.group))
         object.__setattr__(self, "ep_rank", group_rank(self.group))
         object.__setattr__(self, "shards", ExpertShards(self.num_experts, self.ep_size))
-        shared = (self.num_experts, self.top_k, self.hidden_size, self.mode, self.tokens, self.max_local_tokens)
-        shared += (self.distinct_experts, self.ep_size)
+        sizes = (self.num_experts, self.top_k, self.hidden_size, self.max_local_tokens, self.ep_size)
+        shared = (*sizes, self.mode, self.tokens, self.distinct_experts)
         object.__setattr__(self, "fingerprint", zlib.crc32(repr(shared).encode()) >> 5)
         object.__setattr__(self, "topology", (self.group, self.ep_rank, *shared))
 

@@ -38,7 +38,7 @@ class StaticRoute:
     - `expert_ids` `[R * C]` int32: local expert of each row that arrives, -1 for unused.
     - `received_counts` `[R, L]` int32, `loads` `[R]` int64: as routed, before any truncation.
     - `lost` `[T]` bool: tokens of which a slot found no room; `overflow` `[R]` bool: per rank, any pair above capacity;
-      `disagree` [] bool: some rank has another spec or capacity.
+      `disagree` [] bool: some rank has another spec.
     """
 
     spec: RouteSpec
@@ -60,7 +60,7 @@ class StaticRoute:
 
 def check_flags(spec: RouteSpec, capacity: int, overflow: torch.Tensor, disagree: torch.Tensor) -> None:
     if bool(disagree):
-        raise RuntimeError(f"{OP}: every rank must have the same RouteSpec and capacity, some rank differs")
+        raise RuntimeError(f"{OP}: every rank must have the same RouteSpec, some rank differs")
     ranks = overflow.nonzero().reshape(-1).tolist()
     if ranks:
         raise RuntimeError(
@@ -80,9 +80,12 @@ def prepare_static_route(
     require(topk_ids.shape[1] == spec.top_k, OP, "topk_ids", f"[num_tokens, {spec.top_k}]", topk_ids)
     require(capacity >= 1, OP, "capacity", "at least 1", capacity)
 
+    if not torch.compiler.is_compiling() and not _capturing(hidden_states.device):
+        agreed = (spec.num_experts, spec.hidden_size, capacity)
+        collectives.agree(agreed, spec.group, hidden_states.device, OP, "RouteSpec and capacity")
     counts = count_tokens(topk_ids, spec.num_experts)
     # Word 0 tells ranks that were set up differently; the device compares it, since the host reads nothing.
-    header = torch.full((1,), (spec.fingerprint + capacity) % 2**31, dtype=torch.int32, device=counts.device)
+    header = torch.full((1,), spec.fingerprint, dtype=torch.int32, device=counts.device)
     pending = torch.cat((header, counts))
     if spec.group is not None:
         pending = collectives.start_all_gather(pending, spec.group)
@@ -117,6 +120,10 @@ def prepare_static_route(
         overflow=(pairs > capacity).any(1),
         disagree=(table[:, 0] != header).any(),
     )
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _received_counts(counts: torch.Tensor, spec: RouteSpec) -> torch.Tensor:

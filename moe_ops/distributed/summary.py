@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ops.distributed.collectives import require_equal
 from moe_ops.distributed.placement import first_experts
 from moe_ops.distributed.spec import ALIGNMENT, INT32_MAX, RouteSpec, align
 
@@ -127,11 +128,7 @@ def _check_agreement(summary: Summary, spec: RouteSpec) -> None:
     for rank, word in enumerate(summary.flags):
         if _code(word) in BAD_ARGUMENT:
             raise RuntimeError(f"{OP}: rank {rank} refused its arguments: {BAD_ARGUMENT[_code(word)]}")
-    prints = [word >> _CODE_BITS for word in summary.flags]
-    if len(set(prints)) > 1:
-        common = max(set(prints), key=lambda value: (prints.count(value), -prints.index(value)))
-        others = [rank for rank, value in enumerate(prints) if value != common]
-        raise RuntimeError(f"{OP}: every rank must have the same RouteSpec, ranks {others} differ from the others")
+    require_equal([word >> _CODE_BITS for word in summary.flags], OP, "RouteSpec")
 
 
 def _check_counts(summary: Summary, spec: RouteSpec, rank: int, slots: int) -> None:

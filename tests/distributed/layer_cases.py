@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_ops import ops
 from moe_ops.distributed import ExpertParallelMoE, ExpertShards, ReplicaTable, Workspace, slice_tensor_parallel
 from moe_ops.distributed import workspace as workspace_module
 from moe_ops.reference.fused_mxfp4_moe import moe_float32
@@ -316,3 +318,47 @@ def pulls_from_peers(tokens: list[list[int]], dtype: torch.dtype) -> None:
         trained = batch(77 + rank, 3, num_experts, 3, dtype)
         for left, right in zip(run(pull, trained), run(plain, trained), strict=True):
             assert torch.equal(left, right)
+
+
+# -- fused MXFP4 experts -------------------------------------------------------------------------------------------
+
+
+def fused_equals_single_process(seed: int, tokens: list[int], dtype: torch.dtype, batch_invariant: bool) -> None:
+    """MXFP4 experts over ranks, against the layer on one process and against one call of the op with all experts: bits
+    where batch_invariant asks for them, else within tolerance."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    num_experts, top_k, hidden, intermediate = ranks + 1, 4, 64, 96
+    generator = torch.Generator().manual_seed(11)
+    w13 = quantize_mxfp4(torch.randn(num_experts, 2 * intermediate, hidden, generator=generator) * 0.3)
+    w2 = quantize_mxfp4(torch.randn(num_experts, hidden, intermediate, generator=generator) * 0.3)
+    mine = ExpertShards(num_experts, ranks).owned(rank)
+
+    def experts(owned: range) -> Callable[..., torch.Tensor]:
+        held = tuple(tensor[owned.start : owned.stop] for tensor in (*w13, *w2))
+
+        def call(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **more: Any) -> torch.Tensor:
+            options = {"w13_layout": "up_gate", "swiglu_limit": 7.0, "batch_invariant": batch_invariant}
+            return ops.fused_mxfp4_moe(rows, ids, weights, *held, **options, **more)
+
+        return call
+
+    hidden_states, ids, weights, grad = batch(seed + rank, tokens[rank], num_experts, top_k, dtype, hidden)
+    # One call of the op sums a token's slots in the order of experts: the order of slots where those ascend.
+    inputs = hidden_states, ids.sort(1).values, weights, grad
+    every = experts(range(num_experts))
+    references = run(ExpertParallelMoE(every, num_experts, top_k, hidden), inputs), run(every, inputs)
+    for capacity in (None, 5 * top_k):
+        layer = ExpertParallelMoE(
+            experts(mine), num_experts, top_k, hidden, group=dist.group.WORLD, capacity=capacity
+        )  # fmt: skip
+        found = run(layer, inputs)
+        with torch.inference_mode():
+            inferred = layer(*inputs[:3]).clone()
+        for expected in references:
+            if batch_invariant:
+                assert torch.equal(found[0], expected[0]), (found[0].float() - expected[0].float()).abs().max()
+                assert torch.equal(inferred, expected[0])
+            for left, right in zip((*found, inferred), (*expected, expected[0]), strict=True):
+                # Rounding of the activations' dtype, relative to the largest value of the tensor.
+                limit = (1e-5 if dtype == torch.float32 else 2e-2) * max([1.0, *right.abs().reshape(-1).tolist()])
+                torch.testing.assert_close(left, right, rtol=0, atol=limit)

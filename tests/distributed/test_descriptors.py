@@ -19,8 +19,7 @@ from moe_ops.distributed.summary import check, header_values, summarise, token_c
 def play(ep_size: int, ep_rank: int, num_experts: int, top_k: int = 2, **options: Any) -> RouteSpec:
     """A spec as rank `ep_rank` of a group that does not exist."""
     spec = RouteSpec(num_experts, top_k, options.pop("hidden_size", 8), **options)
-    topology = (None, ep_rank, ep_size, *spec.topology[2:])
-    object.__setattr__(spec, "topology", topology)
+    object.__setattr__(spec, "topology", (spec.topology, ep_size, ep_rank))
     object.__setattr__(spec, "ep_size", ep_size)
     object.__setattr__(spec, "ep_rank", ep_rank)
     object.__setattr__(spec, "shards", ExpertShards(num_experts, ep_size))

@@ -39,6 +39,13 @@ def test_equals_single_process(cluster: Cluster, data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_fused_experts_equal_single_process(cluster: Cluster, dtype: torch.dtype, batch_invariant: bool) -> None:
+    tokens = [[5, 0, 3, 1][rank % 4] for rank in range(cluster.world_size)]
+    cluster.run(cases.fused_equals_single_process, 40, tokens, dtype, batch_invariant)
+
+
 def test_thirty_experts_and_idle_ranks(cluster: Cluster) -> None:
     tokens = [6 if rank % 2 else 0 for rank in range(cluster.world_size)]
     cluster.run(cases.equals_single_process, 3, tokens, 30, 4, torch.bfloat16, {})
