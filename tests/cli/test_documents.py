@@ -1,0 +1,56 @@
+"""The code in the README and the examples runs, and what the documents link to exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_ops
+
+ROOT = Path(moe_ops.__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=None, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_code_of_the_readme() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) >= 2
+    assert python("-c", "\n".join([*blocks, "print(tuple(out.shape))"])) == "(16, 512)\n"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path) -> None:
+    if example.stem == "transformers_experts":
+        pytest.importorskip("transformers")
+    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_path({str(example)!r})"
+    text = python("-c", code)
+    numbers = [float(number) for number in re.findall(r"(?:stages|eager|place): ([\d.e+-]+)", text)]
+    assert all(number < 0.3 for number in numbers)
+    assert "False" not in text
+    if example.stem == "train_router":
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_every_example_is_listed() -> None:
+    listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text(encoding="utf-8")))
+    assert listed == {path.name for path in EXAMPLES}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
