@@ -37,7 +37,7 @@ def test_binary(name: str, dtype: torch.dtype) -> None:
 def test_scalars(dtype: torch.dtype) -> None:
     x = make(5, 7, dtype=dtype)
     check(lambda x: (x + 3, x - 2, 2 - x, x * 3, x == 1, x != 1, x > 1, x >= 1, x < 1, x <= 1), x)
-    check(lambda x: (x.clamp(-2, 3), x.clamp_min(1), x.clamp_max(1)), x)
+    check(lambda x: (x.clamp(-2, 3), x.clamp(max=1), x.clamp(min=1), x.clamp_min(1), x.clamp_max(1)), x)
 
 
 def test_integer_arithmetic() -> None:
@@ -109,6 +109,12 @@ def test_factories() -> None:
     assert torch.arange(3, 9, 2, device="npu").tolist() == [3, 5, 7]
     assert torch.full((2,), 7, dtype=torch.int32, device="npu").tolist() == [7, 7]
     assert torch.zeros(2, device="npu").tolist() == [0, 0] and torch.ones(2, device="npu").tolist() == [1, 1]
+
+
+def test_random() -> None:
+    normal, uniform = torch.randn(4000, device="npu").cpu(), torch.rand(4000, device="npu").cpu()
+    assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.1
+    assert uniform.min() >= 0 and uniform.max() <= 1 and abs(uniform.mean() - 0.5) < 0.05
 
 
 def routing(tokens: int = 7, top_k: int = 2, experts: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -25,8 +25,9 @@ from types import ModuleType
 
 _SOURCES = Path(__file__).resolve().parent
 # In the order in which they are loaded. Those without sources are bound by SONAME only.
-_EMPTY_LIBRARIES = ("hccl", "ge_runner", "graph", "acl_tdt_channel")
-_LIBRARIES = ("ascendcl", "acl_op_compiler", *_EMPTY_LIBRARIES, "opapi")
+_STUBS = ("acl_op_compiler", "hccl")
+_EMPTY_LIBRARIES = ("ge_runner", "graph", "acl_tdt_channel")
+_LIBRARIES = ("ascendcl", *_STUBS, *_EMPTY_LIBRARIES, "opapi")
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-deprecated-declarations")
 _runtime: ctypes.CDLL | None = None
 
@@ -92,8 +93,9 @@ def _compile(folder: Path) -> None:
         runtime = pool.map(compile_object, sorted((_SOURCES / "runtime").glob("*.cpp")))
         opapi_objects, runtime_objects = list(opapi), list(runtime)
     link("ascendcl", runtime_objects, "-lpthread")
-    run(os.environ.get("CC", "cc"), *shared, "-c", str(_SOURCES / "stubs/acl_op_compiler.c"), "-o", f"{folder}/stub.o")
-    link("acl_op_compiler", [f"{folder}/stub.o"])
+    for name in _STUBS:
+        run(os.environ.get("CC", "cc"), *shared, "-c", str(_SOURCES / f"stubs/{name}.c"), "-o", f"{folder}/{name}.o")
+        link(name, [f"{folder}/{name}.o"])
     for name in _EMPTY_LIBRARIES:
         link(name, [])
     libraries = [f"-L{folder}", "-lascendcl", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]

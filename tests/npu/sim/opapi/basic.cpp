@@ -1,5 +1,7 @@
 // Elementwise, comparison, reduction, indexing and matrix operators: each is the ATen CPU operator of the same meaning.
 // Signatures: the aclnn API reference of CANN 9.1.
+#include <ATen/CPUGeneratorImpl.h>
+
 #include "operator.h"
 
 namespace cann_sim {
@@ -166,7 +168,7 @@ OPERATOR(aclnnDivMod, (Tensor self, Tensor other, int32_t mode, Tensor out), (se
          out.copy_(divide(self, other, mode)))
 OPERATOR(aclnnDivMods, (Tensor self, Scalar other, int32_t mode, Tensor out), (self, other, mode, out),
          out.copy_(divide(self, at::scalar_tensor(other, self.options()), mode)))
-OPERATOR(aclnnClamp, (Tensor self, Scalar low, Scalar high, Tensor out), (self, low, high, out),
+OPERATOR(aclnnClamp, (Tensor self, OptionalScalar low, OptionalScalar high, Tensor out), (self, low, high, out),
          out.copy_(at::clamp(self, low, high)))
 OPERATOR(aclnnCast, (Tensor self, aclDataType dtype, Tensor out), (self, dtype, out), out.copy_(self))
 OPERATOR(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Tensor out), (condition, self, other, out),
@@ -177,6 +179,14 @@ OPERATOR(aclnnSigmoidBackward, (Tensor grad, Tensor result, Tensor out), (grad, 
          out.copy_(at::sigmoid_backward(grad, result)))
 OPERATOR(aclnnSiluBackward, (Tensor grad, Tensor self, Tensor out), (grad, self, out),
          out.copy_(at::silu_backward(grad, self)))
+
+// Random numbers: the distribution, not the sequence of the device.
+OPERATOR(aclnnInplaceNormal, (Tensor self, float mean, float std, int64_t seed, int64_t offset),
+         (self, mean, std, seed, offset), auto generator = at::make_generator<at::CPUGeneratorImpl>(seed + offset);
+         self.copy_(at::randn(self.sizes(), generator) * std + mean))
+OPERATOR(aclnnInplaceUniform, (Tensor self, double low, double high, uint64_t seed, uint64_t offset),
+         (self, low, high, seed, offset), auto generator = at::make_generator<at::CPUGeneratorImpl>(seed + offset);
+         self.copy_(at::rand(self.sizes(), generator) * (high - low) + low))
 
 // Reductions and scans.
 OPERATOR(aclnnReduceSum, (Tensor self, IntArray dims, bool keepdim, aclDataType dtype, Tensor out),

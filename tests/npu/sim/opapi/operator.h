@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <tuple>
 
 #include "objects.h"
@@ -22,6 +23,8 @@ using Tensor = const aclTensor*;
 using TensorList = const aclTensorList*;
 using Scalar = const aclScalar*;
 using IntArray = const aclIntArray*;
+struct PossibleScalar : aclScalar {};
+using OptionalScalar = const PossibleScalar*;  // a scalar that the caller may leave out
 
 constexpr int kParameterInvalid = 161002;
 
@@ -70,6 +73,9 @@ inline at::Scalar keep(const aclScalar* scalar) {
     default:
       TORCH_CHECK(false, "cann_sim: a scalar of aclDataType ", static_cast<int>(scalar->dtype), " is not simulated");
   }
+}
+inline std::optional<at::Scalar> keep(const PossibleScalar* scalar) {
+  return scalar != nullptr ? std::optional<at::Scalar>(keep(static_cast<const aclScalar*>(scalar))) : std::nullopt;
 }
 template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number> || std::is_enum_v<Number>>>
 Number keep(Number value) {
