@@ -6,6 +6,8 @@ expert's row are rounded to bfloat16 as well, since a grouped matmul of bfloat16
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_ops.meta.fused_mxfp4_moe import CHECKPOINT, check_moe
@@ -41,7 +43,7 @@ def fused_mxfp4_moe(
     # `after` needs nothing: the submit was queued on the stream of this op, or on one that waits for it.
     # `batch_invariant` needs nothing: a row's dot products never depend on the rows beside it.
     weights = (w13, w13_scale, w2, w2_scale)
-    options = {
+    options: dict[str, Any] = {
         "w13_layout": w13_layout,
         "w13_bias": w13_bias,
         "w2_bias": w2_bias,
@@ -68,7 +70,7 @@ def expert_sum(
     w2_scale: torch.Tensor,
     *,
     expert_map: torch.Tensor | None = None,
-    **options,
+    **options: Any,
 ) -> torch.Tensor:
     """[T, H] float32, before the only rounding of the sum."""
     geometry = check_moe(
