@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -18,14 +19,20 @@ def require_npu(op: str) -> None:
 
 
 @cache
+def runtime() -> ModuleType:
+    """torch.npu."""
+    return torch.get_device_module("npu")
+
+
+@cache
 def _family(index: int) -> str:
-    name = torch.npu.get_device_name(index)
+    name = runtime().get_device_name(index)
     return next((family for prefix, family in _FAMILIES.items() if name.startswith(prefix)), "")
 
 
 def family(device: torch.device) -> str:
     """'A2', 'A3', 'A5', or '' for a device whose operators are not known: it gets the plain ATen compositions."""
-    return _family(torch.npu.current_device() if device.index is None else device.index)
+    return _family(runtime().current_device() if device.index is None else device.index)
 
 
 def has_operator(device: torch.device, name: str) -> bool:
@@ -34,4 +41,4 @@ def has_operator(device: torch.device, name: str) -> bool:
 
 
 def is_capturing() -> bool:
-    return torch.npu.is_current_stream_capturing()
+    return runtime().is_current_stream_capturing()

@@ -65,7 +65,7 @@ def make_experts(
     op: str,
     geometry: tuple[int, int],
     hidden_size: int,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, ...],
     *,
     w13_layout: str,
     w13_bias: torch.Tensor | None = None,
