@@ -2,7 +2,7 @@
 
 from moe_ops.distributed.exchange import ReceivedRows, combine, dispatch
 from moe_ops.distributed.layer import ExpertParallelMoE
-from moe_ops.distributed.placement import ExpertShards, ReplicaTable
+from moe_ops.distributed.placement import ExpertShards, ReplicaTable, local_experts
 from moe_ops.distributed.route import prepare_topk_route
 from moe_ops.distributed.spec import Route, RouteMetadata, RouteSpec
 from moe_ops.distributed.static import (
@@ -28,6 +28,7 @@ __all__ = [
     "Workspace",
     "combine",
     "dispatch",
+    "local_experts",
     "pair_capacity",
     "prepare_static_route",
     "prepare_topk_route",
