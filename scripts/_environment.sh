@@ -38,7 +38,7 @@ environment() {
   # The constraint keeps the torch that is here: no requirement may replace it.
   local constraint
   constraint=$(mktemp)
-  "$PYTHON" -c 'import torch; print("torch==" + torch.__version__)' >"$constraint"
+  "$PYTHON" -c 'import torch; print("torch==" + torch.__version__)' >"$constraint" 2>/dev/null
   printf '%s\n' "$wanted" |
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --constraint "$constraint" --requirement /dev/stdin
   rm -f "$constraint"
