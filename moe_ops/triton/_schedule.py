@@ -107,9 +107,9 @@ def make_schedule(
         expert_map=expert_map,
         topk_weights=topk_weights,
     )
-    if batch_invariant:
-        heights, bounds = (INVARIANT_TILE_ROWS,), (INT32_MAX,)
-    else:
+    heights: tuple[int, ...] = (INVARIANT_TILE_ROWS,)
+    bounds: tuple[int, ...] = (INT32_MAX,)
+    if not batch_invariant:
         heights, bounds = tile_rows, (*MOST_ROWS[: len(tile_rows) - 1], INT32_MAX)
     least = [1, *(bound + 1 for bound in bounds[:-1])]
     capacities = [_capacity(num_slots, num_experts, *limits) for limits in zip(least, bounds, heights, strict=True)]

@@ -29,13 +29,13 @@ struct CopyArguments {
   int64_t chunks;
 };
 
+// ---------------------------------------------------------------------------------------------- bulk copies, sm_90
+
+#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// ---------------------------------------------------------------------------------------------- bulk copies, sm_90
-
-#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
