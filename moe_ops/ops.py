@@ -261,7 +261,7 @@ def fused_mxfp4_moe_out(
 
 
 def cpu_moe_submit(
-    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, engine: Tensor, *, max_deferred: int = 0
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, engine: Tensor, *, max_deferred: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Start the experts that live in host memory, and return before they have finished.
 

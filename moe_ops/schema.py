@@ -149,7 +149,7 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "cpu_moe_submit",
-        "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor engine, *, int max_deferred=0)"
+        "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor engine, *, int? max_deferred=None)"
         " -> (Tensor ticket, Tensor deferred_ticket)",
         _kernels("cpu_moe_submit", cpu="csrc/cpu/cpu_moe.cpp", cuda="csrc/cuda/cpu_moe.cpp"),
         ordered=True,

@@ -14,7 +14,7 @@ def cpu_moe_submit(
     topk_weights: torch.Tensor,
     engine: torch.Tensor,
     *,
-    max_deferred: int = 0,
+    max_deferred: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     op = "cpu_moe_submit"
     check_rows(op, "hidden_states", hidden_states)
@@ -22,7 +22,7 @@ def cpu_moe_submit(
     check_ids(op, topk_ids, num_tokens, topk_weights)
     check_weights(op, topk_weights, num_tokens, topk_ids.shape[1])
     check_ticket(op, "engine", engine)
-    require(max_deferred >= 0, op, "max_deferred", "at least 0", str(max_deferred))
+    require(max_deferred is None or max_deferred >= 0, op, "max_deferred", "at least 0", str(max_deferred))
     check_device(op, hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     if engine.device.type != "cpu":  # a CPU tensor is read on the host, whatever the device
         check_device(op, hidden_states, engine=engine)

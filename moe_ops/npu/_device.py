@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
 
@@ -39,10 +38,6 @@ def family(device: torch.device) -> str:
 def has_operator(device: torch.device, name: str) -> bool:
     """Whether torch.ops.npu.<name> exists and its contract on this device is known."""
     return bool(family(device)) and hasattr(torch.ops.npu, name)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[None]:
-    return runtime().device(device)
 
 
 def is_capturing() -> bool:

@@ -73,14 +73,14 @@ def cpu_moe_submit(
     topk_weights: torch.Tensor,
     engine: torch.Tensor,
     *,
-    max_deferred: int = 0,
+    max_deferred: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     handle = int(engine)
     num_experts = _find(handle).num_experts
     weights = topk_weights.to("cpu", torch.float32)
     ids = topk_ids.to("cpu", torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
-    now, later = select_deferred_experts(ids, weights, max_deferred)
+    now, later = select_deferred_experts(ids, weights, max_deferred or 0)
     tickets = []
     for part in (now, later):
         ticket = next(_tickets)

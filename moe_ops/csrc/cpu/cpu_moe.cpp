@@ -36,7 +36,7 @@ Tensor new_ticket(const Tensor& like, int64_t value) {
 
 std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Tensor& topk_ids,
                                           const Tensor& topk_weights, const Tensor& engine_handle,
-                                          int64_t max_deferred) {
+                                          std::optional<int64_t> deferred_limit) {
   constexpr const char* kOp = "cpu_moe_submit";
   check_rows(kOp, "hidden_states", hidden_states);
   const int64_t num_tokens = hidden_states.size(0), hidden_size = hidden_states.size(1);
@@ -44,6 +44,7 @@ std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Ten
   const int64_t top_k = topk_ids.size(1);
   check_weights(kOp, topk_weights, num_tokens, top_k);
   check_ticket(kOp, "engine", engine_handle);
+  const int64_t max_deferred = deferred_limit.value_or(0);
   MOE_REQUIRE(max_deferred >= 0, kOp, "max_deferred", "at least 0", std::to_string(max_deferred));
   check_device(kOp, hidden_states, "topk_ids", topk_ids);
   check_device(kOp, hidden_states, "topk_weights", topk_weights);

@@ -76,7 +76,8 @@ std::string size_text(int64_t num_tokens, int64_t hidden_size) {
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Tensor& topk_ids,
-                                          const Tensor& topk_weights, const Tensor& engine, int64_t max_deferred) {
+                                          const Tensor& topk_weights, const Tensor& engine,
+                                          std::optional<int64_t> deferred_limit) {
   constexpr const char* kOp = "cpu_moe_submit";
   check_rows(kOp, "hidden_states", hidden_states);
   const int64_t num_tokens = hidden_states.size(0), hidden_size = hidden_states.size(1);
@@ -84,6 +85,7 @@ std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Ten
   const int64_t top_k = topk_ids.size(1);
   check_weights(kOp, topk_weights, num_tokens, top_k);
   check_ticket(kOp, "engine", engine);
+  const int64_t max_deferred = deferred_limit.value_or(0);
   MOE_REQUIRE(max_deferred >= 0, kOp, "max_deferred", "at least 0", std::to_string(max_deferred));
   check_device(kOp, hidden_states, "topk_ids", topk_ids);
   check_device(kOp, hidden_states, "topk_weights", topk_weights);
