@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from types import ModuleType
 
@@ -38,6 +39,10 @@ def family(device: torch.device) -> str:
 def has_operator(device: torch.device, name: str) -> bool:
     """Whether torch.ops.npu.<name> exists and its contract on this device is known."""
     return bool(family(device)) and hasattr(torch.ops.npu, name)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    return runtime().device(device)
 
 
 def is_capturing() -> bool:

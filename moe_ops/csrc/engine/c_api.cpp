@@ -137,6 +137,8 @@ void moe_ops_arena_destroy(void* arena) {
   delete graph;
 }
 
+void moe_ops_set_flag(int64_t* flag) { *flag = 1; }
+
 void* moe_ops_submit_call_create(void* arena, int64_t num_tokens, int64_t top_k, int64_t hidden_size, int64_t dtype,
                                  int64_t max_deferred, const int64_t* handle, const void* hidden_states,
                                  const int64_t* topk_ids, const float* topk_weights, int64_t* tickets) {

@@ -49,6 +49,8 @@ MOE_OPS_EXPORT const char* moe_ops_last_error(void);
 MOE_OPS_EXPORT void* moe_ops_arena_create(void);
 MOE_OPS_EXPORT void moe_ops_arena_set_parallel(void* arena);
 MOE_OPS_EXPORT void moe_ops_arena_destroy(void* arena);
+// Writes 1 to *flag: a destroy callback for callers that cannot be called back themselves and look at the flag later.
+MOE_OPS_EXPORT void moe_ops_set_flag(int64_t* flag);
 
 // handle:        [1]     the int64 of the `engine` tensor
 // hidden_states: [T, H]  contiguous, of the given element type

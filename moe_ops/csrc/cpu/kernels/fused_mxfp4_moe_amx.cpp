@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kTileElements = 512;  // of bfloat16: 16 rows of 32, or 16 pairs of rows of 16
 constexpr int kAhead = 2;           // blocks that dequantisation is ahead of the tile unit
-constexpr int kRing = 4;            // blocks of a panel that is not kept; a power of two above kAhead
+constexpr int kRing = 4;            // blocks that are kept for it; a power of two above kAhead
 constexpr int kPrefetchBytes = 2048;
 
 // Bits of the bfloat16 values of the codes times 2^(252 - 127); -0 as 0. Subtracting (252 - s) from the exponent with
@@ -58,7 +58,7 @@ struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {};
   uint8_t rows[16] = {};
-  TileConfig() {
+  constexpr TileConfig() {
     for (int i = 0; i < 8; ++i) {
       bytes_per_row[i] = 64;
       rows[i] = 16;
@@ -66,9 +66,12 @@ struct alignas(64) TileConfig {
   }
 };
 
+// In memory of its own: the compiler takes the instruction to read eight bytes and would drop the other stores.
+constexpr TileConfig kTileConfig;
+
 // A block of a weight tile to the operand of the tile unit: row 4 j + s holds the pairs k = 8 j + s, 8 j + s + 4.
-inline void dequantize(const uint8_t* codes, const uint8_t* scales, __m512i table, uint16_t* out) {
-  const __m512i s = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
+inline void dequantize(const uint8_t* codes, __m128i scales, __m512i table, uint16_t* out) {
+  const __m512i s = _mm512_cvtepu8_epi32(scales);
   const __m512i below = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(kTableScale), s), 7);
   const __m512i both = _mm512_or_si512(below, _mm512_slli_epi32(below, 16));
 #pragma GCC unroll 4
@@ -83,140 +86,134 @@ inline void dequantize(const uint8_t* codes, const uint8_t* scales, __m512i tabl
   }
 }
 
-struct Range {
-  __m128i smallest = _mm_set1_epi8(-1), largest = _mm_setzero_si128();
-};
+// The tile instructions are opaque to the compiler: what they read must be in memory before them.
+inline void fence() { asm volatile("" ::: "memory"); }
 
+// Where the operands of N weight tiles come from. produce() writes block b as [N][kTileElements].
 template <int N>
-struct Source {
-  const Tile* tiles;
-  int64_t num_blocks;
-  uint16_t* panel;  // [block & mask][N][kTileElements]
-  int64_t mask;
-  bool ready;
+struct Mxfp4Weights {
+  const uint8_t* codes[N];
+  const uint8_t* scales[N];
+  __m128i smallest[N], largest[N];
   __m512i table;
-  Range range[N];
 
-  uint16_t* at(int64_t b) const { return panel + (b & mask) * N * kTileElements; }
+  explicit Mxfp4Weights(const WeightTiles& weights) : table(_mm512_load_si512(kTable)) {
+    for (int t = 0; t < N; ++t) {
+      codes[t] = weights.tiles[t].codes;
+      scales[t] = weights.tiles[t].scales;
+      smallest[t] = _mm_set1_epi8(-1);
+      largest[t] = _mm_setzero_si128();
+    }
+  }
 
-  void produce(int64_t b) {
-    if (ready || b >= num_blocks) return;
-    uint16_t* out = at(b);
+  inline __attribute__((always_inline)) void produce(int64_t b, uint16_t* out) {
 #pragma GCC unroll 4
     for (int t = 0; t < N; ++t) {
-      const uint8_t* codes = tiles[t].codes + b * kTileBlockBytes;
-      const uint8_t* scales = tiles[t].scales + b * kTileRows;
-      for (int j = 0; j < 4; ++j)
-        _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
-      if ((b & 3) == 0) _mm_prefetch(reinterpret_cast<const char*>(scales) + kPrefetchBytes / 16, _MM_HINT_T0);
-      const __m128i s = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
-      range[t].smallest = _mm_min_epu8(range[t].smallest, s);
-      range[t].largest = _mm_max_epu8(range[t].largest, s);
-      dequantize(codes, scales, table, out + t * kTileElements);
+      const uint8_t* c = codes[t] + b * kTileBlockBytes;
+      const uint8_t* s = scales[t] + b * kTileRows;
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) _mm_prefetch(reinterpret_cast<const char*>(c) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(s));
+      smallest[t] = _mm_min_epu8(smallest[t], bytes);
+      largest[t] = _mm_max_epu8(largest[t], bytes);
+      dequantize(c, bytes, table, out + t * kTileElements);
     }
   }
 
   unsigned bad() const {
     unsigned result = 0;
-    for (int t = 0; t < N && !ready; ++t) result |= scales_out_of_range(range[t].smallest, range[t].largest) << t;
+    for (int t = 0; t < N; ++t) result |= scales_out_of_range(smallest[t], largest[t]) << t;
     return result;
   }
 };
 
-// The tile instructions are opaque to the compiler: what they read must be in memory before them.
-inline void fence() { asm volatile("" ::: "memory"); }
+// Rows of bfloat16 weights to pairs of rows: a transposition of 16 x 16 dwords.
+template <int N>
+struct Bf16Weights {
+  const uint16_t* const* rows;
 
-#define MOE_OPS_DOT(sum, a, b) _tile_dpbf16ps(sum, a, b)
+  explicit Bf16Weights(const WeightTiles& weights) : rows(weights.rows) {}
 
-// Sums 0..3: one tile of rows by four of weights.
-template <class S>
-inline void block_1x4(const uint16_t* a, int64_t, const S& source, int64_t b) {
-  const uint16_t* w = source.at(b);
-  _tile_loadd(4, a, 64);
-  _tile_loadd(5, w, 64);
-  MOE_OPS_DOT(0, 4, 5);
-  _tile_loadd(6, w + kTileElements, 64);
-  MOE_OPS_DOT(1, 4, 6);
-  _tile_loadd(7, w + 2 * kTileElements, 64);
-  MOE_OPS_DOT(2, 4, 7);
-  _tile_loadd(5, w + 3 * kTileElements, 64);
-  MOE_OPS_DOT(3, 4, 5);
-}
+  void produce(int64_t b, uint16_t* out) {
+    for (int t = 0; t < N; ++t) {
+      uint8_t* to = reinterpret_cast<uint8_t*>(out + t * kTileElements);
+      for (int r = 0; r < kTileRows; r += 4) {
+        const uint16_t* const* from = rows + t * kTileRows + r;
+        for (int c = 0; c < 4; ++c) {
+          __m128i v[4];
+          for (int i = 0; i < 4; ++i)
+            v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[i] + b * kBlock + 8 * c));
+          transpose4(v[0], v[1], v[2], v[3]);
+          for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to + (4 * c + i) * 64 + r * 4), v[i]);
+        }
+      }
+    }
+  }
 
-template <class S>
-inline void block_1x2(const uint16_t* a, int64_t, const S& source, int64_t b) {
-  const uint16_t* w = source.at(b);
-  _tile_loadd(4, a, 64);
-  _tile_loadd(6, w, 64);
-  MOE_OPS_DOT(0, 4, 6);
-  _tile_loadd(7, w + kTileElements, 64);
-  MOE_OPS_DOT(1, 4, 7);
-}
+  unsigned bad() const { return 0; }
+};
 
-// Sums 2 m + n.
-template <class S>
-inline void block_2x2(const uint16_t* a, int64_t row_tile, const S& source, int64_t b) {
-  const uint16_t* w = source.at(b);
-  _tile_loadd(4, a, 64);
-  _tile_loadd(6, w, 64);
-  MOE_OPS_DOT(0, 4, 6);
-  _tile_loadd(7, w + kTileElements, 64);
-  MOE_OPS_DOT(1, 4, 7);
-  _tile_loadd(5, a + row_tile, 64);
-  MOE_OPS_DOT(2, 5, 6);
-  MOE_OPS_DOT(3, 5, 7);
-}
-
-template <class S>
-inline void block_3x2(const uint16_t* a, int64_t row_tile, const S& source, int64_t b) {
-  const uint16_t* w = source.at(b);
-  _tile_loadd(7, w, 64);
-  _tile_loadd(6, a, 64);
-  MOE_OPS_DOT(0, 6, 7);
-  _tile_loadd(6, a + row_tile, 64);
-  MOE_OPS_DOT(2, 6, 7);
-  _tile_loadd(6, a + 2 * row_tile, 64);
-  MOE_OPS_DOT(4, 6, 7);
-  _tile_loadd(7, w + kTileElements, 64);
-  MOE_OPS_DOT(5, 6, 7);
-  _tile_loadd(6, a + row_tile, 64);
-  MOE_OPS_DOT(3, 6, 7);
-  _tile_loadd(6, a, 64);
-  MOE_OPS_DOT(1, 6, 7);
+// One block of weights `w` times RowTiles tiles of activations, `row_tile` elements apart, into sums N m + n.
+template <int RowTiles, int N>
+inline __attribute__((always_inline)) void multiply(const uint16_t* a, int64_t row_tile, const uint16_t* w) {
+  if constexpr (RowTiles == 1 && N == 4) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(5, w, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, w + kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, w + 2 * kTileElements, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, w + 3 * kTileElements, 64);
+    _tile_dpbf16ps(3, 4, 5);
+  } else if constexpr (RowTiles == 1) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, w, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  } else if constexpr (RowTiles == 2) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, w, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + kTileElements, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + row_tile, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  } else {
+    _tile_loadd(7, w, 64);
+    _tile_loadd(6, a, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, a + row_tile, 64);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(6, a + 2 * row_tile, 64);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(7, w + kTileElements, 64);
+    _tile_dpbf16ps(5, 6, 7);
+    _tile_loadd(6, a + row_tile, 64);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_loadd(6, a, 64);
+    _tile_dpbf16ps(1, 6, 7);
+  }
 }
 
 template <int RowTiles, int N>
-unsigned run(Source<N>& source, const PackedRows& rows, float* out, int64_t out_stride) {
-  const int64_t row_tile = source.num_blocks * kTileElements;
+inline void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
-  if constexpr (RowTiles > 1 || N == 4) {
+  if constexpr (RowTiles * N >= 4) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  if constexpr (RowTiles == 3) {
+  if constexpr (RowTiles * N == 6) {
     _tile_zero(4);
     _tile_zero(5);
   }
-  for (int b = 0; b < kAhead; ++b) source.produce(b);
-  for (int64_t b = 0; b < source.num_blocks; ++b) {
-    source.produce(b + kAhead);
-    fence();
-    for (const uint16_t* part : {rows.high, rows.low}) {
-      if (part == nullptr) continue;
-      const uint16_t* a = part + b * kTileElements;
-      if constexpr (RowTiles == 3) {
-        block_3x2(a, row_tile, source, b);
-      } else if constexpr (RowTiles == 2) {
-        block_2x2(a, row_tile, source, b);
-      } else if constexpr (N == 4) {
-        block_1x4(a, row_tile, source, b);
-      } else {
-        block_1x2(a, row_tile, source, b);
-      }
-    }
-    fence();
-  }
+}
+
+template <int RowTiles, int N>
+inline void store_sums(float* out, int64_t out_stride) {
   const int64_t bytes = out_stride * 4, down = 16 * out_stride;
   _tile_stored(0, out, bytes);
   _tile_stored(1, out + 16, bytes);
@@ -231,35 +228,63 @@ unsigned run(Source<N>& source, const PackedRows& rows, float* out, int64_t out_
     _tile_stored(4, out + 2 * down, bytes);
     _tile_stored(5, out + 2 * down + 16, bytes);
   }
+}
+
+// The sums stay in registers over all of K.
+template <int RowTiles, int N, bool TwoParts, class Weights>
+unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows& rows, float* out, int64_t out_stride) {
+  alignas(64) uint16_t ring[kRing * N * kTileElements];
+  const int64_t row_tile = num_blocks * kTileElements;
+  const uint16_t *high = rows.high, *low = rows.low;
+  zero_sums<RowTiles, N>();
+  for (int64_t b = 0; b < kAhead && b < num_blocks; ++b) weights.produce(b, ring + b * N * kTileElements);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    if (b + kAhead < num_blocks) weights.produce(b + kAhead, ring + ((b + kAhead) & (kRing - 1)) * N * kTileElements);
+    fence();
+    const uint16_t* w = ring + (b & (kRing - 1)) * N * kTileElements;
+    multiply<RowTiles, N>(high + b * kTileElements, row_tile, w);
+    if constexpr (TwoParts) multiply<RowTiles, N>(low + b * kTileElements, row_tile, w);
+    fence();
+  }
+  store_sums<RowTiles, N>(out, out_stride);
   fence();
-  return source.bad();
+  return weights.bad();
 }
 
-template <int N>
-Source<N> make_source(const Tile* tiles, int64_t num_blocks, uint16_t* panel, bool ready, bool keep) {
-  return {tiles, num_blocks, panel, keep || ready ? -1 : kRing - 1, ready, _mm512_load_si512(kTable), {}};
-}
-
-unsigned gemm_bf16(const Tile* tiles, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
-                   float* out, int64_t out_stride, uint16_t* panel, bool panel_ready, bool keep_panel) {
-  static const TileConfig config;
-  _tile_loadconfig(&config);
+template <bool TwoParts, template <int> class Weights>
+unsigned run(const WeightTiles& all, int num_tiles, int64_t num_blocks, const PackedRows& rows, int row_tiles,
+             float* out, int64_t out_stride) {
+  if (row_tiles == 1 && num_tiles == 4) {
+    return run_in_registers<1, 4, TwoParts>(Weights<4>(all), num_blocks, rows, out, out_stride);
+  }
   unsigned bad = 0;
-  const int row_tiles = (num_rows + 15) / 16;
-  // A panel is laid out for the shape that fills it: pairs of tiles, whatever the number of rows, once it is kept.
-  if (row_tiles == 1 && num_tiles == 4 && !panel_ready && !keep_panel) {
-    auto source = make_source<4>(tiles, num_blocks, panel, false, false);
-    bad = run<1>(source, rows, out, out_stride);
-  } else {
-    for (int t = 0; t < num_tiles; t += 2) {
-      auto source =
-          make_source<2>(tiles + t, num_blocks, panel + t * num_blocks * kTileElements, panel_ready, keep_panel);
-      float* to = out + t * kTileRows;
-      const unsigned pair = row_tiles == 1   ? run<1>(source, rows, to, out_stride)
-                            : row_tiles == 2 ? run<2>(source, rows, to, out_stride)
-                                             : run<3>(source, rows, to, out_stride);
-      bad |= pair << t;
-    }
+  for (int t = 0; t < num_tiles; t += 2) {
+    const Weights<2> weights(all.from(t));
+    float* to = out + t * kTileRows;
+    const unsigned pair = row_tiles == 1 ? run_in_registers<1, 2, TwoParts>(weights, num_blocks, rows, to, out_stride)
+                          : row_tiles == 2
+                              ? run_in_registers<2, 2, TwoParts>(weights, num_blocks, rows, to, out_stride)
+                              : run_in_registers<3, 2, TwoParts>(weights, num_blocks, rows, to, out_stride);
+    bad |= pair << t;
+  }
+  return bad;
+}
+
+unsigned gemm_bf16(const WeightTiles& weights, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
+                   float* out, int64_t out_stride) {
+  _tile_loadconfig(&kTileConfig);
+  const bool two = rows.low != nullptr;
+  const auto function = weights.tiles != nullptr ? (two ? run<true, Mxfp4Weights> : run<false, Mxfp4Weights>)
+                                                 : (two ? run<true, Bf16Weights> : run<false, Bf16Weights>);
+  // Blocks of up to three tiles of rows, as even as possible. Making the weights again for each block is cheaper than
+  // keeping them: see docs/measured.md.
+  const int tiles = (num_rows + 15) / 16, parts = (tiles + 2) / 3, step = (tiles + parts - 1) / parts;
+  const int64_t row_tile = num_blocks * kTileElements;
+  unsigned bad = 0;
+  for (int r = 0; r < tiles; r += step) {
+    const PackedRows part{rows.high + r * row_tile, two ? rows.low + r * row_tile : nullptr};
+    const int count = tiles - r < step ? tiles - r : step;
+    bad |= function(weights, num_tiles, num_blocks, part, count, out + r * 16 * out_stride, out_stride);
   }
   _tile_release();
   return bad;
@@ -284,26 +309,6 @@ void pack_block(const float* block, bool permute, uint16_t* high, uint16_t* low)
   _mm512_storeu_si512(low, order(error(x), error(y)));
 }
 
-// Rows of bfloat16 weights to pairs of rows: a transposition of 16 x 16 dwords for each tile and block.
-void fill_panel(const uint16_t* const* weight_rows, int num_tiles, int64_t num_blocks, uint16_t* panel) {
-  for (int t = 0; t < num_tiles; ++t) {
-    uint16_t* pair = panel + (t & ~1) * num_blocks * kTileElements + (t & 1) * kTileElements;
-    for (int64_t b = 0; b < num_blocks; ++b) {
-      uint8_t* out = reinterpret_cast<uint8_t*>(pair + b * 2 * kTileElements);
-      for (int r = 0; r < kTileRows; r += 4) {
-        const uint16_t* const* rows = weight_rows + t * kTileRows + r;
-        for (int c = 0; c < 4; ++c) {
-          __m128i v[4];
-          for (int i = 0; i < 4; ++i)
-            v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + b * kBlock + 8 * c));
-          transpose4(v[0], v[1], v[2], v[3]);
-          for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + (4 * c + i) * 64 + r * 4), v[i]);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 
 const Kernels& amx_kernels() {
@@ -313,7 +318,6 @@ const Kernels& amx_kernels() {
     k.supported = cpu_has_amx_bf16;
     k.pack_block = pack_block;
     k.gemm_bf16 = gemm_bf16;
-    k.fill_panel = fill_panel;
     return k;
   }();
   return kernels;

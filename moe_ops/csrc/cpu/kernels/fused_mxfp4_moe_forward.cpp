@@ -15,8 +15,8 @@ namespace moe_ops {
 namespace mxfp4 {
 namespace {
 
-constexpr int kFloatRows = 8;   // rows widened at once for gemm_f32
-constexpr int kChunkRows = 96;  // rows of an expert in one item: their activations stay in the cache
+constexpr int kFloatRows = 8;  // rows widened at once for gemm_f32
+constexpr int kMaxRows = 96;   // rows of an expert in one item: their activations stay in the cache
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // intermediate results of one round of tokens
 constexpr int64_t kInlineElements = 16384;          // less preparation than this is not worth waking threads for
 
@@ -24,20 +24,17 @@ size_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Buffers of a thread, sized for the longer of the two products.
 struct Scratch {
-  Scratch(const ExpertWeights& w, bool needs_panel) {
+  explicit Scratch(const ExpertWeights& w) {
     const int64_t size = std::max(w.hidden_size, w.intermediate_size), blocks = size / kBlock;
     const int64_t tiles_bytes = w.layout == WeightLayout::kCheckpoint ? tile_group_bytes(blocks) : 0;
-    const int64_t panel_bytes = needs_panel ? kGroupTiles * blocks * 1024 : 0;
     constexpr int64_t kOutBytes = kMaxRows * kGroupRows * 4;
     thread_local ThreadBuffer buffer;
-    uint8_t* p = static_cast<uint8_t*>(buffer.get(tiles_bytes + panel_bytes + 2 * kOutBytes + kFloatRows * size * 4));
-    panel = reinterpret_cast<uint16_t*>(p);
-    tiles = p + panel_bytes;
+    uint8_t* p = static_cast<uint8_t*>(buffer.get(tiles_bytes + 2 * kOutBytes + kFloatRows * size * 4));
+    tiles = p;
     out = reinterpret_cast<float*>(tiles + tiles_bytes);
     compact = reinterpret_cast<float*>(tiles + tiles_bytes + kOutBytes);
     rows = reinterpret_cast<float*>(tiles + tiles_bytes + 2 * kOutBytes);
   }
-  uint16_t* panel;
   uint8_t* tiles;
   float *out, *compact, *rows;
 };
@@ -117,7 +114,7 @@ class Forward {
   void for_items(int64_t count, int64_t elements, const Function& function) {
     std::atomic<int64_t> next{0};
     const auto work = [&](int, int num_threads) {
-      Scratch scratch(w_, plan_.packed_rows > 0);
+      Scratch scratch(w_);
       const int64_t step = std::max<int64_t>(1, count / (8 * num_threads));
       for (int64_t i; (i = next.fetch_add(step, std::memory_order_relaxed)) < count;) {
         for (const int64_t end = std::min(count, i + step); i < end; ++i) function(scratch, i);
@@ -261,36 +258,18 @@ class Forward {
     }
   }
 
-  // Rows [begin, end) of a job times the tiles of a group; take(first, n, values) gets [n][kGroupRows] at a time.
-  template <class Take>
-  void product(const Job& job, const Activations& from, const TileGroup& group, int begin, int end, Scratch& scratch,
-               const Take& take) const {
-    const int tiles = (end - begin + 15) / 16, parts = (tiles + 2) / 3;
-    const int step = job.path == Path::kPacked ? (tiles + parts - 1) / parts * 16 : kMaxRows;
-    unsigned bad = 0;
-    bool ready = false;
-    if (job.path == Path::kPacked && !view_.is_mxfp4()) {
-      k_.fill_panel(group.rows, group.num_tiles, from.num_blocks, scratch.panel);
-      ready = true;
-    }
-    for (int r = begin; r < end; r += step) {
-      const int n = std::min(step, end - r);
-      int which[kMaxRows];
-      for (int i = 0; i < n; ++i) which[i] = r + i;
-      if (job.path == Path::kPacked) {
-        const int64_t at = from.packed_offset(job.first_row + r, 0);
-        const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr};
-        bad |= k_.gemm_bf16(group.tiles, group.num_tiles, from.num_blocks, rows, n, scratch.out, kGroupRows,
-                            scratch.panel, ready, r + step < end);
-        ready = true;
-        if (bad) float_product(job, from, group, bad, which, n, scratch, scratch.out);
-      } else if (job.path == Path::kQuant) {
-        quant_product(job, from, group, which, n, scratch, scratch.out);
-      } else {
-        float_product(job, from, group, ~0u, which, n, scratch, scratch.out);
-      }
-      take(r, n, scratch.out);
-    }
+  // Rows [begin, begin + count) of a job times the tiles of a group, into scratch.out [count][kGroupRows].
+  void product(const Job& job, const Activations& from, const TileGroup& group, int begin, int count,
+               Scratch& scratch) const {
+    int which[kMaxRows];
+    for (int i = 0; i < count; ++i) which[i] = begin + i;
+    if (job.path == Path::kQuant) return quant_product(job, from, group, which, count, scratch, scratch.out);
+    if (job.path == Path::kFloat) return float_product(job, from, group, ~0u, which, count, scratch, scratch.out);
+    const int64_t at = from.packed_offset(job.first_row + begin, 0);
+    const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr};
+    const WeightTiles weights{view_.is_mxfp4() ? group.tiles : nullptr, view_.is_mxfp4() ? nullptr : group.rows};
+    const unsigned bad = k_.gemm_bf16(weights, group.num_tiles, from.num_blocks, rows, count, scratch.out, kGroupRows);
+    if (bad) float_product(job, from, group, bad, which, count, scratch, scratch.out);
   }
 
   void first_product() {
@@ -298,31 +277,30 @@ class Forward {
     // Item -> job: items of a job are its chunks of rows, and in each all groups.
     std::vector<int64_t> ends;
     int64_t items = 0;
-    for (const Job& job : plan_.jobs) ends.push_back(items += (job.num_rows + kChunkRows - 1) / kChunkRows * groups);
+    for (const Job& job : plan_.jobs) ends.push_back(items += (job.num_rows + kMaxRows - 1) / kMaxRows * groups);
     const bool permute = view_.is_mxfp4();
     for_items(items, items * w_.hidden_size * kGroupRows, [&](Scratch& scratch, int64_t item) {
       const size_t j = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
       const Job& job = plan_.jobs[j];
       const int64_t local = item - (j ? ends[j - 1] : 0), g = local % groups;
-      const int begin = static_cast<int>(local / groups) * kChunkRows, end = std::min(job.num_rows, begin + kChunkRows);
+      const int begin = static_cast<int>(local / groups) * kMaxRows, end = std::min(job.num_rows, begin + kMaxRows);
       TileGroup group;
       alignas(64) float bias_values[kGroupRows];
       view_.w13_group(job.expert, g, scratch.tiles, &group);
       const float* bias = view_.w13_bias(job.expert, g, bias_values);
-      product(job, x_, group, begin, end, scratch, [&](int r, int n, const float* out) {
-        for (int i = 0; i < n; ++i) {
-          alignas(64) float block[kBlock];
-          const int64_t row = job.first_row + r + i;
-          float* to = job.path == Path::kPacked ? block : h_.values + row * w_.intermediate_size + g * kBlock;
-          k_.swiglu(out + i * kGroupRows, bias, params_, to);
-          if (job.path == Path::kPacked) {
-            const int64_t at = h_.packed_offset(row, g);
-            k_.pack_block(block, permute, h_.high + at, h_.low ? h_.low + at : nullptr);
-          } else if (job.path == Path::kQuant) {
-            quantize_block(to, row, g, h_);
-          }
+      product(job, x_, group, begin, end - begin, scratch);
+      for (int r = begin; r < end; ++r) {
+        alignas(64) float block[kBlock];
+        const int64_t row = job.first_row + r;
+        float* to = job.path == Path::kPacked ? block : h_.values + row * w_.intermediate_size + g * kBlock;
+        k_.swiglu(scratch.out + (r - begin) * kGroupRows, bias, params_, to);
+        if (job.path == Path::kPacked) {
+          const int64_t at = h_.packed_offset(row, g);
+          k_.pack_block(block, permute, h_.high + at, h_.low ? h_.low + at : nullptr);
+        } else if (job.path == Path::kQuant) {
+          quantize_block(to, row, g, h_);
         }
-      });
+      }
     });
   }
 
@@ -343,7 +321,7 @@ class Forward {
       for (int64_t t = first_; t < first_ + count_; ++t)
         std::memset(sum_row(t) + begin, 0, (end - begin) * sizeof(float));
       for (const Job& job : plan_.jobs) {
-        for (int chunk = 0; chunk < job.num_rows; chunk += kChunkRows) {
+        for (int chunk = 0; chunk < job.num_rows; chunk += kMaxRows) {
           for (int64_t g = first; g < last; ++g) second_group(job, chunk, g * group_tiles, group_tiles, scratch);
         }
       }
@@ -362,14 +340,13 @@ class Forward {
     view_.w2_group(job.expert, first_tile, static_cast<int>(std::min<int64_t>(group_tiles, tiles - first_tile)),
                    scratch.tiles, &group);
     const float* bias = w_.w2_bias ? w_.w2_bias + job.expert * w_.hidden_size + column : nullptr;
-    const int end = std::min(job.num_rows, chunk + kChunkRows);
-    product(job, h_, group, chunk, end, scratch, [&](int r, int n, const float* out) {
-      for (int i = 0; i < n; ++i) {
-        const Slot& slot = job.slots[r + i];
-        k_.accumulate(sum_row(slot.token) + column, out + i * kGroupRows, bias, slot.weight,
-                      group.num_tiles * kTileRows);
-      }
-    });
+    const int end = std::min(job.num_rows, chunk + kMaxRows);
+    product(job, h_, group, chunk, end - chunk, scratch);
+    for (int r = chunk; r < end; ++r) {
+      const Slot& slot = job.slots[r];
+      k_.accumulate(sum_row(slot.token) + column, scratch.out + (r - chunk) * kGroupRows, bias, slot.weight,
+                    group.num_tiles * kTileRows);
+    }
   }
 
   const ExpertWeights& w_;

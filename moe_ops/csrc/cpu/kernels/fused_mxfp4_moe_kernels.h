@@ -19,7 +19,7 @@ constexpr int kBlock = 32;            // elements that share a scale
 constexpr int kTileBlockBytes = 256;  // codes of kTileRows x kBlock elements
 constexpr int kGroupTiles = 4;        // the most tiles a kernel is given at once
 constexpr int kGroupRows = kGroupTiles * kTileRows;
-constexpr int kMaxRows = 48;  // the most activation rows a kernel is given at once
+constexpr int kMaxRows = 96;  // the most activation rows a kernel is given at once; a multiple of 16
 
 // The integer and bfloat16 kernels hold scale codes in this range exactly; tiles with others go to gemm_f32.
 constexpr int kMinFastScale = 24, kMaxFastScale = 232;
@@ -27,6 +27,14 @@ constexpr int kMinFastScale = 24, kMaxFastScale = 232;
 struct Tile {
   const uint8_t* codes;
   const uint8_t* scales;
+};
+
+// Tiles of MXFP4 weights or, where `tiles` is null, 16 rows of bfloat16 weights for each tile.
+struct WeightTiles {
+  const Tile* tiles;
+  const uint16_t* const* rows;
+
+  WeightTiles from(int t) const { return {tiles ? tiles + t : nullptr, rows ? rows + t * kTileRows : nullptr}; }
 };
 
 // A row of activations as 16-bit integers q with one power-of-two scale per block: q = 256 * high + low.
@@ -78,12 +86,9 @@ struct Kernels {
 
   // 32 elements of a row to their place in PackedRows; `low` may be null.
   void (*pack_block)(const float* block, bool permute, uint16_t* high, uint16_t* low);
-  // As gemm_q16, for up to kMaxRows rows. `panel` has room for num_tiles * num_blocks * 512 elements; a call that
-  // has panel_ready finds there what an earlier call for the same tiles left; the result then is 0.
-  unsigned (*gemm_bf16)(const Tile* tiles, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
-                        float* out, int64_t out_stride, uint16_t* panel, bool panel_ready, bool keep_panel);
-  // Fills the panel of gemm_bf16 from bfloat16 weight rows.
-  void (*fill_panel)(const uint16_t* const* weight_rows, int num_tiles, int64_t num_blocks, uint16_t* panel);
+  // As gemm_q16, for up to kMaxRows rows, rounded up to 16 in `out`.
+  unsigned (*gemm_bf16)(const WeightTiles& weights, int num_tiles, int64_t num_blocks, const PackedRows& rows,
+                        int num_rows, float* out, int64_t out_stride);
 };
 
 // The best kernels that this processor and MOE_OPS_CPU_ISA allow.
