@@ -117,9 +117,10 @@ def _exchange(
     region: str,
     op: str,
 ) -> torch.Tensor:
-    out = None
-    if workspace is not None and workspace.leases:
-        out = workspace.view(region, sum(receive_rows), rows.shape[1], rows.dtype)
+    out, total = None, sum(receive_rows)
+    nbytes = total * rows.shape[1] * rows.dtype.itemsize
+    if workspace is not None and workspace.leases and nbytes <= workspace.nbytes(region):
+        out = workspace.view(region, total, rows.shape[1], rows.dtype)
     try:
         return collectives.all_to_all_rows(rows, receive_rows, send_rows, route.spec.group, out)
     except RuntimeError as error:

@@ -70,6 +70,7 @@ class ExpertParallelMoE(nn.Module):
             raise argument_error(_OP, "num_experts", expected, num_experts)
         if capacity is not None and capacity < 1:
             raise argument_error(_OP, "capacity", "None or at least 1", capacity)
+        _check_hybrid(experts)
         self.spec = RouteSpec(num_experts, top_k, hidden_size, group, mode, tokens, max_local_tokens)
         self.capacity = capacity
         self.tp_group = tp_group
@@ -83,6 +84,9 @@ class ExpertParallelMoE(nn.Module):
         return f"num_experts={spec.num_experts}, top_k={spec.top_k}, ep_rank={spec.ep_rank}, ep_size={spec.ep_size}"
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        recorded = torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
+        if recorded and _is_hybrid(self.experts):
+            raise RuntimeError(f"{_OP}: hybrid experts are forward only; use torch.inference_mode or detached inputs")
         if self.replicas is not None:
             topk_ids = self.replicas(topk_ids, self.spec.ep_rank)
         if self.tp_group is not None:
@@ -133,9 +137,7 @@ class ExpertParallelMoE(nn.Module):
     def _autograd_mask(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> int:
         if not torch.is_grad_enabled():
             return 0
-        parameters = self.experts.parameters() if isinstance(self.experts, nn.Module) else ()
-        trained = any(parameter.requires_grad for parameter in parameters)
-        return hidden_states.requires_grad | topk_weights.requires_grad << 1 | trained << 2
+        return hidden_states.requires_grad | topk_weights.requires_grad << 1 | self._trained() << 2
 
     # -- fixed sizes -----------------------------------------------------------------------------------------------
 
@@ -157,16 +159,42 @@ class ExpertParallelMoE(nn.Module):
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
         options = {"out_dtype": self.combine_dtype} if self._out_dtype else {}
         output = self.experts(rows, expert_ids[:, None], ones, **options)
+        if isinstance(output, tuple):  # HybridExperts: the second is a ticket of deferred work, of which there is none
+            output = output[0]
         require(output.shape == rows.shape, _OP, "experts", f"a function to {list(rows.shape)}", output)
-        if rows.requires_grad and not output.requires_grad and torch.is_grad_enabled():
+        return self._attached(rows, output).to(self.combine_dtype)
+
+    def _attached(self, rows: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """`output` with the autograd edges that it has on the other ranks: experts without a valid row may have dropped
+        them, and the others' backward would wait for this rank's part of the exchange."""
+        if output.requires_grad or not torch.is_grad_enabled():
+            return output
+        if rows.requires_grad:
             if rows.shape[0] and self.capacity is None:
                 raise RuntimeError(f"{_OP}: experts must be differentiable where hidden_states requires a gradient")
-            # Experts without a valid row may drop its autograd edge; the other ranks' backward needs this rank's part.
-            output = torch.where(torch.zeros_like(output, dtype=torch.bool), rows.to(output.dtype), output)
-        return output.to(self.combine_dtype)
+            return torch.where(torch.zeros_like(output, dtype=torch.bool), rows.to(output.dtype), output)
+        return output.detach().requires_grad_() if self._trained() else output
+
+    def _trained(self) -> bool:
+        parameters = self.experts.parameters() if isinstance(self.experts, nn.Module) else ()
+        return any(parameter.requires_grad for parameter in parameters)
 
 
 def _takes_out_dtype(experts: Experts) -> bool:
     function = experts.forward if isinstance(experts, nn.Module) else experts
     parameters = inspect.signature(function).parameters
     return "out_dtype" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _is_hybrid(experts: Experts) -> bool:
+    """HybridExperts: a part of its experts runs on the CPU and passes no gradient."""
+    return hasattr(experts, "cpu_experts")
+
+
+def _check_hybrid(experts: Experts) -> None:
+    deferred = getattr(experts, "max_deferred", 0)
+    if deferred:
+        # The rows of the next layer are other tokens.
+        raise argument_error(_OP, "experts", "without deferred work (max_deferred=0)", str(deferred))
+    if getattr(experts, "shared_experts", None) is not None:
+        raise argument_error(_OP, "experts", "without shared_experts, which belong outside the exchange", "some")

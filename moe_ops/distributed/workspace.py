@@ -125,11 +125,13 @@ class Workspace:
         nbytes = -(-nbytes // 512) * 512
         self._buffers.pop(region, None)
         self._peers.pop(region, None)
-        if self.symmetric and region != "receive":
-            self._peers[region] = open_peer_buffers(nbytes, self.device, self.group)
-            self._buffers[region] = self._peers[region].local
-        else:
-            self._buffers[region] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # A buffer born in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if self.symmetric and region != "receive":
+                self._peers[region] = open_peer_buffers(nbytes, self.device, self.group)
+                self._buffers[region] = self._peers[region].local
+            else:
+                self._buffers[region] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     # -- views -----------------------------------------------------------------------------------------------------
 

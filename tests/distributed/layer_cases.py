@@ -169,7 +169,22 @@ def shared_workspace() -> None:
             assert torch.equal(layers[0](*inputs), kept)
         assert torch.equal(first, kept) and not torch.equal(second, kept)
         assert torch.equal(layers[1](*inputs), second)
+    with torch.no_grad():  # buffers and cached routes of inference mode serve outside of it
+        assert torch.equal(layers[0](*inputs), kept) and torch.equal(layers[1](*inputs), second)
+    for layer, expected in zip(layers, (kept, second), strict=True):
+        assert torch.equal(run(layer, (*inputs, torch.ones_like(kept)))[0], expected)
     assert workspace.generation >= 1 and not workspace.claimed
+
+
+def only_the_experts_are_trained(capacity: int | None) -> None:
+    """Inputs without gradients, and all rows for rank 0: the others' experts see nothing, and no backward waits."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    w13, w2 = dense_weights(ranks)
+    experts = RowExperts(w13[rank : rank + 1], w2[rank : rank + 1])
+    layer = ExpertParallelMoE(experts, ranks, 1, HIDDEN, group=dist.group.WORLD, capacity=capacity)
+    hidden_states = batch(rank, 3, ranks, 1, torch.float32)[0]
+    layer(hidden_states, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)).sum().backward()
+    assert (experts.w13.grad is not None) == (rank == 0)
 
 
 def tensor_parallel(combine_dtype: torch.dtype) -> None:

@@ -55,6 +55,11 @@ def test_layers_share_a_workspace(cluster: Cluster) -> None:
     cluster.run(cases.shared_workspace)
 
 
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_experts_without_rows_take_part_in_the_backward(pair: Cluster, capacity: int | None) -> None:
+    pair.run(cases.only_the_experts_are_trained, capacity)
+
+
 @settings(PROPERTY, max_examples=8)
 @given(data=st.data())
 def test_fixed_capacity_equals_exact_sizes(cluster: Cluster, data: st.DataObject) -> None:
