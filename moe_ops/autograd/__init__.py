@@ -13,9 +13,14 @@ def register() -> None:
     fused_mxfp4_moe.register()
     ep_remap.register()
     cpu_moe_sync.register()
-    refuse_gradient("topk_permute_out", ("hidden_states",), "use topk_permute where a gradient is needed")
     refuse_gradient(
-        "fused_mxfp4_moe_out", ("hidden_states", "topk_weights"), "use fused_mxfp4_moe where a gradient is needed"
+        "topk_permute_out", ("hidden_states", "out"), "use topk_permute where a gradient is needed", writes=("out",)
+    )
+    refuse_gradient(
+        "fused_mxfp4_moe_out",
+        ("hidden_states", "topk_weights", "w13_bias", "w2_bias", "out"),
+        "use fused_mxfp4_moe where a gradient is needed",
+        writes=("out",),
     )
     once = "second derivatives are not defined"
     refuse_gradient("topk_unpermute_backward", ("grad_output", "permuted_hidden_states", "topk_weights"), once)

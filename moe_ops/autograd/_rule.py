@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from moe_ops._errors import argument_error
 from moe_ops._register import LIBRARY, overload
@@ -30,6 +31,15 @@ def _signature(op: str) -> inspect.Signature:
 def _wants_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Cheap: this stands before every call outside inference mode."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, *kwargs.values())
+
+
+def _refuse_tangents(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward-mode derivatives are not defined. Without this a tangent would vanish without a word, as if it were 0."""
+    if forward_ad._current_level < 0:  # type: ignore[attr-defined]
+        return
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(f"{op}: forward-mode derivatives are not defined")
 
 
 def attach(
@@ -67,6 +77,7 @@ def attach(
             return call.redispatch(keyset & torch._C._after_autograd_keyset, *bound.args, **bound.kwargs)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(op, args, kwargs)
         if not _wants_gradient(args, kwargs):
             with torch._C._AutoDispatchBelowAutograd():
                 return call.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
@@ -82,13 +93,18 @@ def attach(
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def refuse_gradient(op: str, names: Sequence[str], instead: str) -> None:
-    """Make `op` raise, before it runs, where one of `names` requires a gradient that it would lose."""
+def refuse_gradient(op: str, names: Sequence[str], instead: str, writes: Sequence[str] = ()) -> None:
+    """Make `op` raise, before it runs, where one of `names` requires a gradient that it would lose.
+
+    writes: keyword arguments that the op overwrites. Their version is raised, so that a backward that has saved one of
+        them says so instead of using what it now holds.
+    """
     assert op in BY_NAME
     call = overload(op)
     signature = _signature(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(op, args, kwargs)
         if _wants_gradient(args, kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
             for name in names:
@@ -96,6 +112,10 @@ def refuse_gradient(op: str, names: Sequence[str], instead: str) -> None:
                 if tensor is not None and tensor.requires_grad:
                     raise argument_error(op, name, f"detached ({instead})", "a tensor that requires grad")
         with torch._C._AutoDispatchBelowAutograd():
-            return call.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+            result = call.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        for name in writes:
+            if not kwargs[name].is_inference():  # those have no version
+                torch.autograd.graph.increment_version(kwargs[name])
+        return result
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ops._errors import argument_error, require
-from moe_ops.meta._checks import check_device, check_ids, check_weights
+from moe_ops.meta._checks import INT32_MAX, check_device, check_ids, check_weights
 
 FILLS = ("reuse", "skip")
 
@@ -35,6 +35,11 @@ def ep_remap(
         )
     if num_local_experts is not None:
         require(num_local_experts >= 0, op, "num_local_experts", "at least 0", str(num_local_experts))
+        if isinstance(num_local_experts, int):  # local ids are int32; symbolic sizes are left to the kernel
+            ok = num_local_experts <= INT32_MAX
+            require(ok, op, "num_local_experts", f"at most {INT32_MAX}", str(num_local_experts))
+    if isinstance(expert_offset, int):
+        require(expert_offset >= 0, op, "expert_offset", "at least 0", str(expert_offset))
     if expert_map is not None:
         ok = expert_map.dim() == 1 and expert_map.dtype == torch.int32
         require(ok, op, "expert_map", "[num_experts] int32", expert_map)

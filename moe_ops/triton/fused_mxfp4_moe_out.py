@@ -26,7 +26,9 @@ def fused_mxfp4_moe_out(
     op = "fused_mxfp4_moe_out"
     args = (hidden_states, topk_ids, topk_weights, *weights)
     check(*args, out=out, batch_invariant=batch_invariant, weight_layout=weight_layout, after=after, **options)
-    check_no_overlap(op, out, hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
+    names = ("hidden_states", "topk_ids", "topk_weights", "w13", "w13_scale", "w2", "w2_scale")
+    optional = {name: options.get(name) for name in ("w13_bias", "w2_bias", "expert_map")}
+    check_no_overlap(op, out, **dict(zip(names, args, strict=True)), **optional)
     if weight_layout == CHECKPOINT:
         compute(op, out, *args, batch_invariant=batch_invariant, **options)
     else:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from moe_ops import reference
@@ -189,6 +190,46 @@ def test_what_has_no_gradient_refuses_before_it_runs(ops, device):
     with torch.no_grad():
         ops.topk_permute_out(x, ids, 2, out=out)
     assert out.eq(1).all()
+
+
+def test_what_is_written_may_not_want_a_gradient(ops, device):
+    x, ids = torch.ones(2, 64, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    out = torch.zeros(2, 64, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="topk_permute_out: out must be detached"):
+        ops.topk_permute_out(x, ids, 2, out=out)
+    experts = [tensor.to(device) for tensor in make_experts(2, 32, 64).values()]
+    with pytest.raises(ValueError, match="fused_mxfp4_moe_out: out must be detached"):
+        ops.fused_mxfp4_moe_out(x, ids, torch.ones(2, 1, device=device), *experts, w13_layout="gate_up", out=out)
+
+
+@pytest.mark.parametrize("op", ["topk_permute_out", "fused_mxfp4_moe_out"])
+def test_writing_a_saved_tensor_is_noticed(ops, device, op):
+    """`out` was saved for a backward before it was written: its version tells."""
+    x, ids = torch.ones(2, 64, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    factor, out = torch.ones(2, 64, device=device, requires_grad=True), torch.ones(2, 64, device=device)
+    product = (factor * out).sum()
+    if op == "topk_permute_out":
+        ops.topk_permute_out(x, ids, 2, out=out)
+    else:
+        experts = [tensor.to(device) for tensor in make_experts(2, 32, 64).values()]
+        ops.fused_mxfp4_moe_out(x, ids, torch.ones(2, 1, device=device), *experts, w13_layout="gate_up", out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        ops.topk_permute_out(x, ids, 2, out=torch.empty(2, 64, device=device))
+
+
+def test_tangents_are_refused(ops, device):
+    x, ids = torch.ones(2, 64, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    for call in (
+        lambda rows: ops.topk_permute(rows, ids, 2)[0],
+        lambda rows: ops.topk_unpermute(rows, ids.to(torch.int32)),
+        lambda rows: ops.topk_permute_out(rows, ids, 2, out=torch.empty(2, 64, device=device))[0],
+    ):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+            call(forward_ad.make_dual(x, x))
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+            torch.func.jvp(call, (x,), (x,))
 
 
 def test_biases_are_frozen(ops, device):

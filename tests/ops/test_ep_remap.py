@@ -123,6 +123,11 @@ def test_inputs_are_not_written(ops, device):
             "got expert_offset=1, num_local_experts=None, expert_map=None",
         ),
         ({"expert_offset": 1, "num_local_experts": -1}, "num_local_experts must be at least 0, got -1"),
+        ({"expert_offset": -1, "num_local_experts": 4}, "expert_offset must be at least 0, got -1"),
+        (
+            {"expert_offset": 0, "num_local_experts": 2**31},
+            "num_local_experts must be at most 2147483647, got 2147483648",
+        ),
         ({"expert_offset": 1, "num_local_experts": 1, "fill": "x"}, "fill must be 'reuse' or 'skip', got 'x'"),
     ],
 )

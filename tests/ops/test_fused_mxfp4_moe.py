@@ -97,6 +97,19 @@ def test_activation_by_hand(ops, device, options, gate, up, expected):
     assert actual.cpu().tolist()[0] == pytest.approx([expected] * 32, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_very_negative_gate_is_closed(ops, device, dtype, activation, tokens):
+    """The factor is 0 and not merely tiny: `up` may be as large as it likes."""
+    experts = one_expert()
+    experts["w13"][0, :32] |= (experts["w13"][0, :32] != 0) * 0x88  # gate = -x
+    x, ids = torch.full((tokens, 32), 1e36, dtype=dtype), torch.zeros(tokens, 1, dtype=torch.int64)
+    args, _ = on(device, x, ids, torch.ones(tokens, 1), *experts.values())
+    limit = {"swiglu_limit": 1e37} if activation == "swiglu_oai" else {}
+    assert ops.fused_mxfp4_moe(*args, w13_layout="gate_up", activation=activation, **limit).eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", ["gate_up", "up_gate", "interleaved"])
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
@@ -176,6 +189,20 @@ def test_scale_bytes_of_w2(ops, device, byte):
         x *= 2.0**-8  # else single products leave float32, and the sign of the infinity depends on the order of the sum
     scale = 2.0 ** max(-100, min(100, 127 - byte))
     check(ops, device, x, ids, routing * scale, experts, w13_layout="gate_up")
+
+
+@pytest.mark.parametrize("byte", [230, 231, 232, 233])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_largest_sums_of_a_block(ops, device, byte, tokens):
+    """32 codes of 6 times the largest 16-bit activations: the integer sum of a block is nearly 2^24."""
+    experts = {
+        "w13": torch.full((1, 64, 64), 0x22, dtype=torch.uint8),  # 1
+        "w13_scale": torch.full((1, 64, 4), 97, dtype=torch.uint8),
+        "w2": torch.full((1, 128, 16), 0x77, dtype=torch.uint8),  # 6
+        "w2_scale": torch.full((1, 128, 1), byte, dtype=torch.uint8),
+    }
+    x, ids = torch.full((tokens, 128), 1.9921875).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
+    check(ops, device, x, ids, torch.ones(tokens, 1), experts, w13_layout="gate_up")
 
 
 def test_scale_byte_255_is_nan_in_its_outputs_only(ops, device):
@@ -329,6 +356,20 @@ def test_out_variant(ops, device, out_dtype):
     out = torch.full((5, 64), NAN, dtype=out_dtype, device=device)
     assert ops.fused_mxfp4_moe_out(*args, w13_layout="gate_up", out=out) is None
     assert_same(out, ops.fused_mxfp4_moe(*args, w13_layout="gate_up", out_dtype=out_dtype).cpu())
+
+
+def test_out_variant_shares_no_memory(ops, device, backend):
+    if backend == "reference":
+        pytest.skip("the reference does not check arguments")
+    x, experts, (ids, routing) = make_rows(5, 64, torch.bfloat16), make_experts(4, 32, 64), make_routing(5, 2, 4)
+    args, _ = on(device, x, ids, routing, *experts.values())
+    out = torch.zeros(5, 64, device=device)
+    shared = out.view(torch.uint8).reshape(-1)[:256].view(4, 64, 1)
+    with pytest.raises(ValueError, match="out must be memory of its own, apart from w2_scale, got an overlapping"):
+        ops.fused_mxfp4_moe_out(*args[:6], shared, w13_layout="gate_up", out=out)
+    with pytest.raises(ValueError, match="out must be memory of its own, apart from w2_bias, got an overlapping"):
+        ops.fused_mxfp4_moe_out(*args, w13_layout="gate_up", w2_bias=out[:4], out=out)
+    assert out.eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -14,7 +14,7 @@ constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 struct Lookup {
   int64_t operator()(int64_t id) const {
     if (map) return id >= 0 && id < size && map[id] >= 0 ? map[id] : -1;
-    // Compared before subtracting, so that ids near the ends of int64 cannot wrap around.
+    // Compared before subtracting: with offset >= 0 nothing wraps around.
     return id >= offset && id - offset < count ? id - offset : -1;
   }
   int64_t offset = 0, count = 0;
@@ -37,6 +37,10 @@ std::tuple<Tensor, Tensor> ep_remap(const Tensor& topk_ids, const Tensor& topk_w
                   ", expert_map=" + (expert_map ? "given" : "None"));
   MOE_REQUIRE(!num_local_experts || *num_local_experts >= 0, kOp, "num_local_experts", "at least 0",
               shown(num_local_experts));
+  constexpr int64_t kMostExperts = std::numeric_limits<int32_t>::max();  // local ids are int32
+  MOE_REQUIRE(!num_local_experts || *num_local_experts <= kMostExperts, kOp, "num_local_experts",
+              "at most " + std::to_string(kMostExperts), shown(num_local_experts));
+  MOE_REQUIRE(!expert_offset || *expert_offset >= 0, kOp, "expert_offset", "at least 0", shown(expert_offset));
   MOE_REQUIRE(!expert_map || (expert_map->dim() == 1 && expert_map->scalar_type() == ScalarType::Int), kOp,
               "expert_map", "[num_experts] int32", describe(*expert_map));
   check_device(kOp, topk_ids, "topk_weights", topk_weights);

@@ -274,6 +274,13 @@ void fused_mxfp4_moe_out_op(const Tensor& hidden_states, const Tensor& topk_ids,
   check_no_overlap(kOp, out, "hidden_states", hidden_states);
   check_no_overlap(kOp, out, "topk_ids", topk_ids);
   check_no_overlap(kOp, out, "topk_weights", topk_weights);
+  check_no_overlap(kOp, out, "w13", w13);
+  check_no_overlap(kOp, out, "w13_scale", w13_scale);
+  check_no_overlap(kOp, out, "w2", w2);
+  check_no_overlap(kOp, out, "w2_scale", w2_scale);
+  if (w13_bias) check_no_overlap(kOp, out, "w13_bias", *w13_bias);
+  if (w2_bias) check_no_overlap(kOp, out, "w2_bias", *w2_bias);
+  if (expert_map) check_no_overlap(kOp, out, "expert_map", *expert_map);
   run_into(call, out, batch_invariant);
 }
 

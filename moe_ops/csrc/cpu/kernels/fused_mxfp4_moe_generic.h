@@ -105,7 +105,8 @@ inline U16x16 narrow_f16(const F16& x) {
   }
 }
 
-// e^x within 2 ulp for |x| <= 87, clamped beyond; callers let NaN in by other operands.
+// e^x within 2 ulp for x in [-87, 88]; e^-87 below and infinity above, so that what is divided by 1 + e^x vanishes
+// however large it is. Callers let NaN in by other operands.
 inline F16 exponential(const F16& exponent) {
   F16 x = select(exponent < splat(-87.0f), splat(-87.0f), exponent);
   x = select(x > splat(88.0f), splat(88.0f), x);
@@ -118,7 +119,7 @@ inline F16 exponential(const F16& exponent) {
   }
   p = p * r * r + r + splat(1.0f);
   const F16 power = bits<F16>((bits<I16>(n + magic) - bits<I16>(magic) + 127) << 23);
-  return p * power;
+  return select(exponent > splat(88.0f), splat(INFINITY), p * power);
 }
 
 [[maybe_unused]] void swiglu(const float* gate_up, const float* bias, const ActivationParams& params, float* out) {

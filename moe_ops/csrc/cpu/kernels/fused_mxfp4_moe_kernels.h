@@ -21,8 +21,9 @@ constexpr int kGroupTiles = 4;        // the most tiles a kernel is given at onc
 constexpr int kGroupRows = kGroupTiles * kTileRows;
 constexpr int kMaxRows = 96;  // the most activation rows a kernel is given at once; a multiple of 16
 
-// The integer and bfloat16 kernels hold scale codes in this range exactly; tiles with others go to gemm_f32.
-constexpr int kMinFastScale = 24, kMaxFastScale = 232;
+// The integer and bfloat16 kernels hold scale codes in this range exactly; tiles with others go to gemm_f32. The upper
+// end: a block's integer sum, up to 2 * 6 * 32 * 32639, times its scale must stay below 2^128.
+constexpr int kMinFastScale = 24, kMaxFastScale = 231;
 
 struct Tile {
   const uint8_t* codes;
