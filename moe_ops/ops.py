@@ -233,10 +233,12 @@ def fused_mxfp4_moe_out(
 ) -> None:
     """`fused_mxfp4_moe` into a tensor whose address must not change.
 
-    out: contiguous [T, H] bfloat16, float16 or float32, which decides the dtype of the result; it may not share memory
-        with an
-    input. Raises for inputs that require a gradient. torch_npu's npugraphs backend does not take ops that write an
-    argument.
+    Args:
+        out: contiguous [T, H] bfloat16, float16 or float32, which decides the dtype of the result, sharing no memory
+            with the inputs.
+        The others are as in `fused_mxfp4_moe`.
+
+    Raises for inputs that require a gradient. torch_npu's npugraphs backend does not take ops that write an argument.
     """
     torch.ops.moe_ops.fused_mxfp4_moe_out(
         hidden_states,

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from moe_ops.meta.fused_mxfp4_moe_out import check_out_overlap
 from moe_ops.meta.fused_mxfp4_moe_out import fused_mxfp4_moe_out as check
-from moe_ops.meta.topk_permute_out import check_no_overlap
 from moe_ops.npu._device import require_npu
 from moe_ops.npu.fused_mxfp4_moe import expert_sum
 
@@ -25,5 +25,5 @@ def fused_mxfp4_moe_out(
     op = "fused_mxfp4_moe_out"
     require_npu(op)
     check(hidden_states, topk_ids, topk_weights, *weights, out=out, after=after, **options)
-    check_no_overlap(op, out, hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
+    check_out_overlap(out, hidden_states, topk_ids, topk_weights, *weights, **options)
     out.copy_(expert_sum(op, hidden_states, topk_ids, topk_weights, *weights, **options))
