@@ -105,6 +105,7 @@ class ExpertParallelMoE(nn.Module):
 
     # -- exact sizes -----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason="exact sizes are read on the host; give the layer a capacity to compile it whole")
     def _dynamic(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         workspace = self._workspace(hidden_states.device)
         with workspace.lease(self):

@@ -60,7 +60,9 @@ def batch(
     return hidden_states, ids, weights, torch.randn(tokens, hidden, generator=generator).to(dtype)
 
 
-def run(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(
+    layer: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output and the gradients to hidden_states and topk_weights."""
     hidden_states, ids, weights, grad = inputs
     hidden_states, weights = hidden_states.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -223,7 +225,7 @@ def tensor_parallel(combine_dtype: torch.dtype) -> None:
         combine_dtype=combine_dtype,
     )
     inputs = batch(ep_rank, 6, num_experts, 2, torch.float32, hidden)
-    for found, expected in zip(run(layer, inputs), run(whole, inputs), strict=True):  # type: ignore[arg-type]
+    for found, expected in zip(run(layer, inputs), run(whole, inputs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -285,6 +287,27 @@ def compiled(backend: str, train: bool) -> None:
         else:
             with torch.no_grad():
                 torch.testing.assert_close(graph(*inputs[:3]), layer(*inputs[:3]), rtol=1e-5, atol=1e-5)
+
+
+def compiled_around() -> str:
+    """Exact sizes in a compiled model: a graph break around the layer, the same bits; fullgraph says what to do."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    w13, w2 = dense_weights(ranks)
+    experts = RowExperts(w13[rank : rank + 1], w2[rank : rank + 1])
+    layer = ExpertParallelMoE(experts, ranks, 2, HIDDEN, group=dist.group.WORLD)
+
+    def model(hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return layer(hidden_states * 2, ids, weights) + 1
+
+    for tokens in (3, rank):
+        inputs = batch(rank, tokens, ranks, 2, torch.float32)
+        for left, right in zip(run(torch.compile(model, backend="aot_eager"), inputs), run(model, inputs), strict=True):
+            assert torch.equal(left, right)
+    try:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs[:3])
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 # -- pull through shared memory ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hybrid_cases
 import layer_cases as cases
 import pytest
 import torch
@@ -46,6 +47,12 @@ def test_fused_experts_equal_single_process(cluster: Cluster, dtype: torch.dtype
     cluster.run(cases.fused_equals_single_process, 40, tokens, dtype, batch_invariant)
 
 
+@pytest.mark.parametrize(("slots", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16)])
+def test_hybrid_experts(pair: Cluster, slots: int, dtype: torch.dtype) -> None:
+    pair.run(hybrid_cases.hybrid_equals_fused, [5, 0], slots, dtype)
+    pair.run(hybrid_cases.hybrid_equals_fused, [2, 7], slots, dtype)
+
+
 def test_thirty_experts_and_idle_ranks(cluster: Cluster) -> None:
     tokens = [6 if rank % 2 else 0 for rank in range(cluster.world_size)]
     cluster.run(cases.equals_single_process, 3, tokens, 30, 4, torch.bfloat16, {})
@@ -86,6 +93,11 @@ def test_capacity_overflow_is_nan_and_raises_everywhere(pair: Cluster) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 def test_compiles_whole(pair: Cluster, backend: str) -> None:
     pair.run(cases.compiled, backend, backend == "aot_eager", timeout=240)
+
+
+def test_exact_sizes_inside_a_compiled_model(pair: Cluster) -> None:
+    for message in pair.run(cases.compiled_around):
+        assert "give the layer a capacity to compile it whole" in message
 
 
 def test_tensor_parallel_slices_add_up() -> None:
