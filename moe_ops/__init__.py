@@ -15,6 +15,7 @@ autograd.register()
 
 from moe_ops.cpu_experts import CpuExperts  # noqa: E402
 from moe_ops.engine import CpuMoeEngine  # noqa: E402
+from moe_ops.experts import Mxfp4Experts, PreparedExperts  # noqa: E402
 from moe_ops.hybrid import HybridExperts  # noqa: E402
 from moe_ops.ops import (  # noqa: E402  (the ops must exist before the functions that call them)
     cpu_moe_submit,
@@ -33,6 +34,8 @@ __all__ = [
     "CpuExperts",
     "CpuMoeEngine",
     "HybridExperts",
+    "Mxfp4Experts",
+    "PreparedExperts",
     "__version__",
     "cpu_moe_submit",
     "cpu_moe_sync",

@@ -49,8 +49,8 @@ def resolve_activation(
     return activation, limit, SWIGLU_OAI_ALPHA if swiglu_alpha is None else swiglu_alpha
 
 
-def _check_u8(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, int, int]) -> None:
-    ok = tensor.dtype == torch.uint8 and tensor.dim() == 3 and tensor.is_contiguous()
+def _check_u8(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    ok = tensor.dtype == torch.uint8 and tensor.dim() == len(shape) and tensor.is_contiguous()
     ok = ok and all(actual == expected for actual, expected in zip(tensor.shape, shape, strict=True))
     got = tensor if tensor.is_contiguous() else "a tensor that is not contiguous"
     require(ok, op, name, f"a contiguous [{', '.join(map(str, shape))}] uint8", got)

@@ -1,0 +1,335 @@
+"""Weights of the experts of a layer: as a checkpoint holds them, and prepared for a processor.
+
+    experts = Mxfp4Experts(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
+    prepared = experts.prepare()            # in place, expert by expert; `experts` is used up
+    out = moe_ops.fused_mxfp4_moe(hidden_states, topk_ids, topk_weights, **prepared.arguments())
+    prepared.save("layer0.safetensors")
+    prepared = PreparedExperts.load("layer0.safetensors")   # mapped, not read: processes share the pages
+
+Layout "x86_v1", which every x86 instruction set reads. A tile is 16 rows of a weight matrix over all of K: codes
+[K / 32, 256], where dword (j, r) of a block is bytes 4 j .. 4 j + 3 of row r, and scales [K / 32, 16]. w13 is
+[E, I / 16, 2, H / 32, 256] with the gate tile before the up tile, whatever the row order of the checkpoint, and w2 is
+[E, H / 16, I / 32, 256].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops._errors import require
+from moe_ops.meta.fused_mxfp4_moe import (
+    BLOCK,
+    PREPARED_LAYOUTS,
+    W13_LAYOUTS,
+    PreparedLayout,
+    _check_bias,
+    _check_u8,
+    checkpoint_geometry,
+)
+from moe_ops.reference.mxfp4 import quantize_mxfp4
+
+X86_V1 = "x86_v1"
+TILE_ROWS = 16
+TILE_BLOCK_BYTES = TILE_ROWS * BLOCK // 2
+
+FILE_FORMAT = "moe_ops.prepared_experts"
+FILE_VERSION = "1"
+FILE_ALIGNMENT = 4096
+WEIGHTS = ("w13", "w2", "w13_scale", "w2_scale")
+BIASES = ("w13_bias", "w2_bias")
+
+
+def x86_v1_geometry(
+    op: str, hidden_size: int, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
+) -> tuple[int, int]:
+    """Check packed tensors; (num_experts, intermediate_size). The texts are those of csrc/cpu/fused_mxfp4_moe.cpp."""
+    ok = w13.dim() == 5 and w13.dtype == torch.uint8
+    expected = "[num_experts, intermediate_size / 16, 2, hidden_size / 32, 256] uint8 for weight_layout 'x86_v1'"
+    require(ok, op, "w13", expected, w13)
+    num_experts, intermediate_size = w13.shape[0], w13.shape[1] * TILE_ROWS
+    multiple = f"a multiple of {BLOCK}"
+    require(hidden_size > 0 and hidden_size % BLOCK == 0, op, "hidden_size", multiple, str(hidden_size))
+    require(
+        intermediate_size > 0 and intermediate_size % BLOCK == 0,
+        op,
+        "intermediate_size",
+        multiple,
+        str(intermediate_size),
+    )
+    require(num_experts > 0, op, "w13", "of at least one expert", w13)
+    shapes = _x86_v1_shapes(num_experts, hidden_size, intermediate_size)
+    for name, tensor in (("w13", w13), ("w13_scale", w13_scale), ("w2", w2), ("w2_scale", w2_scale)):
+        _check_u8(op, name, tensor, shapes[name])
+    return num_experts, intermediate_size
+
+
+PREPARED_LAYOUTS[X86_V1] = PreparedLayout("cpu", x86_v1_geometry)
+
+
+def _x86_v1_shapes(num_experts: int, hidden_size: int, intermediate_size: int) -> dict[str, tuple[int, ...]]:
+    w13 = (num_experts, intermediate_size // TILE_ROWS, 2, hidden_size // BLOCK)
+    w2 = (num_experts, hidden_size // TILE_ROWS, intermediate_size // BLOCK)
+    return {
+        "w13": (*w13, TILE_BLOCK_BYTES),
+        "w13_scale": (*w13, TILE_ROWS),
+        "w2": (*w2, TILE_BLOCK_BYTES),
+        "w2_scale": (*w2, TILE_ROWS),
+    }
+
+
+@dataclass
+class Mxfp4Experts:
+    """The experts of one layer, in the shapes that fused_mxfp4_moe takes as weight_layout "checkpoint".
+
+    w13: [E, 2I, H / 2] uint8, w13_scale: [E, 2I, H / 32] uint8.
+    w2: [E, H, I / 2] uint8, w2_scale: [E, H, I / 32] uint8.
+    w13_layout: "gate_up", "up_gate" or "interleaved".
+    w13_bias, w2_bias: [E, 2I] and [E, H] float, or None.
+    """
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    w13_layout: str
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    consumed: bool = False
+
+    def __post_init__(self) -> None:
+        op = type(self).__name__
+        require(
+            self.w13_layout in W13_LAYOUTS,
+            op,
+            "w13_layout",
+            "'gate_up', 'up_gate' or 'interleaved'",
+            f"'{self.w13_layout}'",
+        )
+        require(self.w2.dim() == 3, op, "w2", "[num_experts, hidden_size, intermediate_size / 2] uint8", self.w2)
+        self.hidden_size = self.w2.shape[1]
+        self.num_experts, self.intermediate_size = checkpoint_geometry(
+            op, self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
+        )
+        _check_bias(op, "w13_bias", self.w13_bias, self.num_experts, 2 * self.intermediate_size)
+        _check_bias(op, "w2_bias", self.w2_bias, self.num_experts, self.hidden_size)
+
+    @classmethod
+    def from_float(
+        cls, w13: Tensor, w2: Tensor, *, w13_layout: str, w13_bias: Tensor | None = None, w2_bias: Tensor | None = None
+    ) -> Mxfp4Experts:
+        """Quantise float weights [E, 2I, H] and [E, H, I], an expert at a time."""
+
+        def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
+            experts, rows, size = weights.shape
+            codes = torch.empty(experts, rows, size // 2, dtype=torch.uint8)
+            scales = torch.empty(experts, rows, size // BLOCK, dtype=torch.uint8)
+            for expert in range(experts):
+                codes[expert], scales[expert] = quantize_mxfp4(weights[expert].cpu())
+            return codes, scales
+
+        return cls(*quantize(w13), *quantize(w2), w13_layout=w13_layout, w13_bias=w13_bias, w2_bias=w2_bias)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of fused_mxfp4_moe that describe these weights."""
+        self._require_unused()
+        return {name: getattr(self, name) for name in (*WEIGHTS, *BIASES, "w13_layout")}
+
+    def prepare(self, layout: str = X86_V1) -> PreparedExperts:
+        """Repack into `layout`, in the memory of the source tensors: peak memory is the weights and one expert.
+
+        The source is used up: its tensors (and every other view of their memory) no longer hold checkpoint bytes, and a
+        second call raises.
+        """
+        self._require_unused()
+        require(layout == X86_V1, "prepare", "layout", f"'{X86_V1}'", f"'{layout}'")
+        for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale):
+            require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
+        self.consumed = True
+        for expert in range(self.num_experts):
+            w13, w13_scale = _w13_tiles(self.w13[expert], self.w13_scale[expert], self.w13_layout)
+            self.w13[expert].view(-1).copy_(w13.view(-1))
+            self.w13_scale[expert].view(-1).copy_(w13_scale.view(-1))
+            del w13, w13_scale
+            w2, w2_scale = _tiles(self.w2[expert], self.w2_scale[expert])
+            self.w2[expert].view(-1).copy_(w2.view(-1))
+            self.w2_scale[expert].view(-1).copy_(w2_scale.view(-1))
+        shapes = _x86_v1_shapes(self.num_experts, self.hidden_size, self.intermediate_size)
+        packed = {name: getattr(self, name).view(shape) for name, shape in shapes.items()}
+        return PreparedExperts(
+            **packed,
+            weight_layout=layout,
+            w13_layout=self.w13_layout,
+            hidden_size=self.hidden_size,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+        )
+
+    def _require_unused(self) -> None:
+        if self.consumed:
+            raise RuntimeError(
+                "Mxfp4Experts: the weights have been prepared and no longer hold checkpoint bytes; "
+                "use what prepare() returned"
+            )
+
+
+@dataclass
+class PreparedExperts:
+    """Packed weights and the tag of their layout; what Mxfp4Experts.prepare returns."""
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    weight_layout: str
+    w13_layout: str
+    hidden_size: int
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layout = PREPARED_LAYOUTS.get(self.weight_layout)
+        known = ", ".join(f"'{name}'" for name in sorted(PREPARED_LAYOUTS))
+        require(layout is not None, "PreparedExperts", "weight_layout", f"one of {known}", f"'{self.weight_layout}'")
+        assert layout is not None
+        self.num_experts, self.intermediate_size = layout.geometry(
+            "PreparedExperts", self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of fused_mxfp4_moe that describe these weights."""
+        return {name: getattr(self, name) for name in (*WEIGHTS, *BIASES, "w13_layout", "weight_layout")}
+
+    def checkpoint_expert(self, expert: int) -> dict[str, Tensor]:
+        """One expert's w13, w13_scale, w2 and w2_scale in checkpoint form, copied."""
+        require(self.weight_layout == X86_V1, "checkpoint_expert", "weight_layout", f"'{X86_V1}'", self.weight_layout)
+        gate, gate_scale = _rows(self.w13[expert][:, 0], self.w13_scale[expert][:, 0])
+        up, up_scale = _rows(self.w13[expert][:, 1], self.w13_scale[expert][:, 1])
+        w2, w2_scale = _rows(self.w2[expert], self.w2_scale[expert])
+        return {
+            "w13": _join(gate, up, self.w13_layout),
+            "w13_scale": _join(gate_scale, up_scale, self.w13_layout),
+            "w2": w2,
+            "w2_scale": w2_scale,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file whose data begins at a page, so that it can be mapped and used as it is."""
+        tensors = {name: getattr(self, name) for name in (*WEIGHTS, *BIASES)}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        header: dict[str, Any] = {
+            "__metadata__": {
+                "format": FILE_FORMAT,
+                "version": FILE_VERSION,
+                "weight_layout": self.weight_layout,
+                "w13_layout": self.w13_layout,
+                "hidden_size": str(self.hidden_size),
+            }
+        }
+        end = 0
+        for name, tensor in tensors.items():
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % FILE_ALIGNMENT)
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+                for tensor in tensors.values():
+                    # An expert at a time: no second copy of the weights.
+                    for part in tensor.contiguous():
+                        file.write(bytes(part.contiguous().view(torch.uint8).numpy().data))
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PreparedExperts:
+        """Map a file that `save` wrote. Nothing is read or repacked; processes that map it share its pages."""
+        size = Path(path).stat().st_size
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            _require_file(size >= 8 and 8 + length <= size, path, "a safetensors file", f"{size} bytes")
+            try:
+                header = json.loads(file.read(length))
+                metadata = header.pop("__metadata__", None) or {}
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"PreparedExperts.load: {path} must be a safetensors file, got {error}") from error
+        _require_file(metadata.get("format") == FILE_FORMAT, path, f"of format '{FILE_FORMAT}'", metadata.get("format"))
+        _require_file(
+            metadata.get("version") == FILE_VERSION, path, f"of version '{FILE_VERSION}'", metadata.get("version")
+        )
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        tensors = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            _require_file(8 + length <= begin <= end <= size, path, f"complete at '{name}'", f"{size} bytes")
+            tensors[name] = data[begin:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
+        missing = [name for name in WEIGHTS if name not in tensors]
+        _require_file(not missing, path, "complete", f"no {', '.join(missing)}")
+        return cls(
+            **tensors,
+            weight_layout=metadata["weight_layout"],
+            w13_layout=metadata["w13_layout"],
+            hidden_size=int(metadata["hidden_size"]),
+        )
+
+
+_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+def _require_file(condition: bool, path: str | os.PathLike[str], expected: str, actual: object) -> None:
+    require(condition, "PreparedExperts.load", str(path), expected, str(actual))
+
+
+def _tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, K / 2] and [n, K / 32] to tiles [n / 16, K / 32, 256] and [n / 16, K / 32, 16]."""
+    rows, blocks = scales.shape
+    words = codes.contiguous().view(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, blocks, 4)
+    packed = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
+    packed_scales = scales.view(rows // TILE_ROWS, TILE_ROWS, blocks).transpose(1, 2).contiguous()
+    return packed.view(rows // TILE_ROWS, blocks, TILE_BLOCK_BYTES), packed_scales
+
+
+def _rows(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of _tiles."""
+    count, blocks = tiles.shape[:2]
+    words = tiles.contiguous().view(torch.int32).view(count, blocks, 4, TILE_ROWS)
+    codes = words.permute(0, 3, 1, 2).contiguous().view(torch.uint8).view(count * TILE_ROWS, blocks * BLOCK // 2)
+    return codes, scales.transpose(1, 2).contiguous().view(count * TILE_ROWS, blocks)
+
+
+def _w13_tiles(codes: Tensor, scales: Tensor, w13_layout: str) -> tuple[Tensor, Tensor]:
+    """One expert's w13 to [I / 16, 2, H / 32, 256] and [I / 16, 2, H / 32, 16]."""
+    parts = [_tiles(c, s) for c, s in zip(_split(codes, w13_layout), _split(scales, w13_layout), strict=True)]
+    (gate, gate_scale), (up, up_scale) = parts
+    return torch.stack((gate, up), dim=1), torch.stack((gate_scale, up_scale), dim=1)
+
+
+def _split(rows: Tensor, w13_layout: str) -> tuple[Tensor, Tensor]:
+    """(gate, up) of [2I, ...] rows."""
+    if w13_layout == "interleaved":
+        return rows[0::2].contiguous(), rows[1::2].contiguous()
+    first, second = rows.chunk(2)
+    return (first, second) if w13_layout == "gate_up" else (second, first)
+
+
+def _join(gate: Tensor, up: Tensor, w13_layout: str) -> Tensor:
+    """The inverse of _split."""
+    if w13_layout == "interleaved":
+        return torch.stack((gate, up), dim=1).flatten(0, 1)
+    return torch.cat((gate, up) if w13_layout == "gate_up" else (up, gate))

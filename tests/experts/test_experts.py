@@ -1,0 +1,226 @@
+"""Weight containers: repacking, files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.experts import Mxfp4Experts, PreparedExperts
+from tests.support import assert_same, make_experts, make_routing, make_rows
+
+LAYOUTS = ("gate_up", "up_gate", "interleaved")
+
+
+def make(layout: str = "gate_up", experts: int = 3, inter: int = 64, hidden: int = 96, bias: bool = True):
+    tensors = make_experts(experts, inter, hidden)
+    biases = {"w13_bias": torch.randn(experts, 2 * inter), "w2_bias": torch.randn(experts, hidden)} if bias else {}
+    return Mxfp4Experts(**tensors, w13_layout=layout, **biases)
+
+
+def copy_of(experts: Mxfp4Experts) -> Mxfp4Experts:
+    arguments = experts.arguments()
+    return Mxfp4Experts(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()})
+
+
+def run(experts, x, ids, routing, **options):
+    return moe_ops.fused_mxfp4_moe(x, ids, routing, **experts.arguments(), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_prepared_weights_give_the_same_bits(layout, tokens):
+    experts = make(layout)
+    x, (ids, routing) = make_rows(tokens, 96, torch.bfloat16), make_routing(tokens, 2, 3)
+    expected = run(experts, x, ids, routing, activation="swiglu_oai")
+    prepared = experts.prepare()
+    assert_same(run(prepared, x, ids, routing, activation="swiglu_oai"), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prepared_backward(layout):
+    experts = make(layout)
+    ids, routing = make_routing(5, 2, 3)
+    results = []
+    for weights in (experts, copy_of(experts).prepare()):
+        x, w = make_rows(5, 96, torch.float32).requires_grad_(), routing.clone().requires_grad_()
+        run(weights, x, ids, w).sum().backward()
+        results.append((x.grad, w.grad))
+    assert_same(results[1][0], results[0][0])
+    assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_preparing_loses_nothing_and_moves_nothing(layout):
+    experts = make(layout, inter=32, hidden=160)
+    before = copy_of(experts)
+    places = [getattr(experts, name).data_ptr() for name in ("w13", "w13_scale", "w2", "w2_scale")]
+    prepared = experts.prepare()
+    assert [getattr(prepared, name).data_ptr() for name in ("w13", "w13_scale", "w2", "w2_scale")] == places
+    for expert in range(3):
+        for name, tensor in prepared.checkpoint_expert(expert).items():
+            assert_same(tensor, getattr(before, name)[expert], name)
+
+
+def test_layout_by_hand():
+    """Tile 0 holds rows 0 to 15 of gate; dword r of its first vector is the first four bytes of row r."""
+    experts = make("interleaved", experts=1, inter=32, hidden=32, bias=False)
+    w13, w13_scale, w2 = experts.w13.clone(), experts.w13_scale.clone(), experts.w2.clone()
+    prepared = experts.prepare()
+    assert prepared.w13.shape == (1, 2, 2, 1, 256) and prepared.w2.shape == (1, 2, 1, 256)
+    gate_tile = prepared.w13[0, 0, 0, 0].view(4, 16, 4)
+    assert_same(gate_tile[0, 5], w13[0, 2 * 5, 0:4])
+    assert_same(gate_tile[3, 2], w13[0, 2 * 2, 12:16])
+    assert_same(prepared.w13[0, 1, 1, 0].view(4, 16, 4)[1, 7], w13[0, 2 * (16 + 7) + 1, 4:8])
+    assert_same(prepared.w13_scale[0, 1, 1, 0], w13_scale[0, 33::2, 0])
+    assert_same(prepared.w2[0, 1, 0].view(4, 16, 4)[2, 9], w2[0, 25, 8:12])
+
+
+def test_source_is_used_up():
+    experts = make()
+    experts.prepare()
+    for use in (experts.prepare, experts.arguments):
+        with pytest.raises(RuntimeError, match="have been prepared"):
+            use()
+
+
+def test_wrong_layouts_are_refused():
+    x, (ids, routing) = make_rows(2, 96, torch.bfloat16), make_routing(2, 2, 3)
+    experts = make(bias=False)
+    raw = experts.arguments()
+    with pytest.raises(ValueError, match=r"w13 must be .* weight_layout 'x86_v1', got"):
+        moe_ops.fused_mxfp4_moe(x, ids, routing, **raw, weight_layout="x86_v1")
+    packed = experts.prepare().arguments()
+    with pytest.raises(ValueError, match=r"w13 must be .* weight_layout 'checkpoint', got"):
+        moe_ops.fused_mxfp4_moe(x, ids, routing, **{**packed, "weight_layout": "checkpoint"})
+    with pytest.raises(ValueError, match="weight_layout must be"):
+        moe_ops.fused_mxfp4_moe(x, ids, routing, **{**packed, "weight_layout": "x86_v0"})
+    with pytest.raises(ValueError, match="w2_scale must be a contiguous"):
+        moe_ops.fused_mxfp4_moe(x, ids, routing, **{**packed, "w2_scale": packed["w13_scale"]})
+    with pytest.raises(ValueError, match="prepare: layout must be 'x86_v1', got 'sm90_v1'"):
+        make().prepare("sm90_v1")
+
+
+def test_fake_and_kernel_refuse_alike():
+    x, (ids, routing) = make_rows(2, 96, torch.bfloat16), make_routing(2, 2, 3)
+    packed = make(bias=False).prepare().arguments()
+    for change in ({"w2": packed["w2"][:, :2].contiguous()}, {"w13": packed["w13"][0]}, {"w13": packed["w13"].int()}):
+        messages = []
+        for device in ("cpu", "meta"):
+            arguments = {**packed, **change}
+            arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+            with pytest.raises(ValueError) as error:
+                moe_ops.fused_mxfp4_moe(x.to(device), ids.to(device), routing.to(device), **arguments)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
+def test_from_float():
+    g = torch.Generator().manual_seed(3)
+    w13, w2 = torch.randn(2, 64, 96, generator=g), torch.randn(2, 96, 32, generator=g)
+    experts = Mxfp4Experts.from_float(w13, w2, w13_layout="up_gate")
+    from moe_ops.reference.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+
+    codes, scales = quantize_mxfp4(w13[1])
+    assert_same(dequantize_mxfp4(experts.w13[1], experts.w13_scale[1]), dequantize_mxfp4(codes, scales))
+    assert experts.w2.shape == (2, 96, 16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_file(tmp_path, bias):
+    prepared = make("up_gate", bias=bias).prepare()
+    path = tmp_path / "layer.safetensors"
+    prepared.save(path)
+    loaded = PreparedExperts.load(path)
+    assert (loaded.w13_layout, loaded.weight_layout, loaded.hidden_size) == ("up_gate", "x86_v1", 96)
+    for name in ("w13", "w13_scale", "w2", "w2_scale", "w13_bias", "w2_bias"):
+        if getattr(prepared, name) is None:
+            assert getattr(loaded, name) is None
+        else:
+            assert_same(getattr(loaded, name), getattr(prepared, name), name)
+    assert loaded.w13.data_ptr() % 64 == 0 and loaded.w2.data_ptr() % 64 == 0
+    assert list(tmp_path.iterdir()) == [path]
+    from safetensors.torch import load_file
+
+    assert_same(load_file(path)["w2"], prepared.w2)
+
+
+def _run_mapped(path, queue):
+    loaded = PreparedExperts.load(path)
+    x, (ids, routing) = make_rows(4, 96, torch.bfloat16), make_routing(4, 2, 3)
+    queue.put(run(loaded, x, ids, routing).float().numpy())
+
+
+def test_processes_share_a_file(tmp_path):
+    prepared = make().prepare()
+    path = tmp_path / "layer.safetensors"
+    prepared.save(path)
+    x, (ids, routing) = make_rows(4, 96, torch.bfloat16), make_routing(4, 2, 3)
+    expected = run(prepared, x, ids, routing).float()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_run_mapped, args=(path, queue))
+    process.start()
+    assert_same(torch.from_numpy(queue.get(timeout=120)), expected)
+    process.join()
+
+
+def test_bad_files(tmp_path):
+    prepared = make(bias=False).prepare()
+    path = tmp_path / "layer.safetensors"
+    prepared.save(path)
+    content = path.read_bytes()
+    (tmp_path / "short").write_bytes(content[:-64])
+    with pytest.raises(ValueError, match="complete at 'w2_scale'"):
+        PreparedExperts.load(tmp_path / "short")
+    (tmp_path / "other").write_bytes(content.replace(b'"version": "1"', b'"version": "9"'))
+    with pytest.raises(ValueError, match="of version '1', got 9"):
+        PreparedExperts.load(tmp_path / "other")
+    (tmp_path / "layout").write_bytes(content.replace(b"x86_v1", b"arm_v7"))
+    with pytest.raises(ValueError, match=r"weight_layout must be one of .*, got 'arm_v7'"):
+        PreparedExperts.load(tmp_path / "layout")
+    (tmp_path / "text").write_bytes(b"hello, this is not a model")
+    with pytest.raises(ValueError, match="must be a safetensors file"):
+        PreparedExperts.load(tmp_path / "text")
+    from safetensors.torch import save_file
+
+    save_file({"w13": torch.zeros(3)}, tmp_path / "foreign")
+    with pytest.raises(ValueError, match=r"of format 'moe_ops.prepared_experts', got None"):
+        PreparedExperts.load(tmp_path / "foreign")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert header["__metadata__"]["weight_layout"] == "x86_v1"
+
+
+PEAK = """
+import resource, sys, torch
+from moe_ops.experts import Mxfp4Experts
+E, I, H = 16, 512, 1024  # 0.8 MiB an expert of codes
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def make(experts):
+    def full(*shape, value):
+        return torch.full((experts, *shape), value, dtype=torch.uint8)
+    return Mxfp4Experts(
+        full(2 * I, H // 2, value=3), full(2 * I, H // 32, value=120), full(H, I // 2, value=3),
+        full(H, I // 32, value=120), w13_layout="interleaved")
+make(1).prepare()  # what the first call costs is not weights
+weights = make(16 * E)
+before = peak()
+weights.prepare()
+one = 3 * I * H * 17 // 32
+print(peak() - before, one)
+"""
+
+
+def test_peak_memory_is_the_weights_and_one_expert():
+    output = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    grown, one_expert = (int(word) for word in output.split())
+    # Rows split, tiles and the stacked result of one of the two products live at once: under two experts.
+    assert grown <= 2 * one_expert + 2**20, f"{grown} bytes more than the weights; an expert is {one_expert}"
