@@ -174,9 +174,8 @@ def main() -> None:
                     rows.append(row)
                     print(", ".join(f"{name} {value}" for name, value in row.items()))
         stats = engine.stats()
-        print(
-            f"jobs {stats['completed']}, busy {stats['busy_ns'] / 1e9:.2f} s, syncs waited {stats['sync_wait_ns'] / 1e9:.2f} s"
-        )
+        busy, waited = stats["busy_ns"] / 1e9, stats["sync_wait_ns"] / 1e9
+        print(f"jobs {stats['completed']}, busy {busy:.2f} s, syncs waited {waited:.2f} s")
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
