@@ -70,12 +70,14 @@ def pytest(*arguments: str, **environment: str) -> Result:
     return Result(passed, failed, count["skipped"], note)
 
 
-def script(name: str) -> Result:
+def script(name: str, *arguments: str) -> Result:
     """A script of its own that ends with pytest's summary or `N passed, N failed, N skipped`."""
     path = ROOT / "scripts" / name
     if not path.exists():
         return Result(skipped=1, note=f"scripts/{name} does not exist")
-    process = subprocess.Popen(["bash", str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace")
+    process = subprocess.Popen(
+        ["bash", str(path), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace"
+    )
     summary = ""
     assert process.stdout is not None
     for line in process.stdout:
@@ -142,6 +144,7 @@ STAGES = [
     Stage("self-check", lambda: command(PYTHON, "-m", "moe_ops", "check")),
     Stage("tests of the AVX2 kernels", other_isa("avx2"), full_only=True),
     Stage("tests of the AVX-512 kernels", other_isa("avx512"), full_only=True),
+    Stage("tests of the NPU backend as A3 and A5", lambda: script("test-npu", "--soc", "A3", "A5"), full_only=True),
     Stage("heavy tests", lambda: pytest("tests", "-m", "heavy and not gpu"), full_only=True),
     Stage("demo", lambda: command("bash", "scripts/demo", "--max-new-tokens", "48"), full_only=True),
     Stage("tests on a GPU", lambda: script("test-gpu"), full_only=True),

@@ -23,6 +23,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SOC_NAMES = {"A2": "Ascend910B3", "A3": "Ascend910_9382", "A5": "Ascend950PR_9579"}
+_FOLDERS = ("npu", "ops", "autograd")
 _TIMEOUT_S = 900
 
 
@@ -30,7 +31,7 @@ _TIMEOUT_S = 900
 class Result:
     module: str
     soc: str
-    cases: int
+    passed: int
     skipped: int
     failed: int
     seconds: float
@@ -38,14 +39,15 @@ class Result:
 
     @property
     def line(self) -> str:
-        counts = f"{self.cases} cases, {self.skipped} skipped, {self.failed} failed"
+        counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
         return f"{self.soc:17} {self.module:40} {counts}, {self.seconds:.0f} s"
 
 
 def modules() -> list[str]:
-    """The NPU's own tests, and the tests of the ops that are written once for all backends."""
-    found = [*(_ROOT / "tests/npu").glob("test_*.py"), *(_ROOT / "tests/ops").glob("test_*.py")]
-    return sorted(str(path.relative_to(_ROOT)) for path in found)
+    """The NPU's own tests, and those that are written once for all backends."""
+    return sorted(
+        str(path.relative_to(_ROOT)) for folder in _FOLDERS for path in (_ROOT / "tests" / folder).glob("test_*.py")
+    )
 
 
 def run_module(module: str, soc: str, pytest_arguments: list[str]) -> Result:
@@ -71,21 +73,22 @@ def run_module(module: str, soc: str, pytest_arguments: list[str]) -> Result:
             output, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired as expired:
             output, code = f"{expired.stdout!r}\ntimed out after {_TIMEOUT_S} s", 1
-        cases = skipped = failed = 0
+        tests = skipped = failed = 0
         if report.exists():
             for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-                cases += int(suite.get("tests", 0))
+                tests += int(suite.get("tests", 0))
                 skipped += int(suite.get("skipped", 0))
                 failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    passed = tests - skipped - failed
     no_tests_selected = code == 5
     if code != 0 and failed == 0 and not no_tests_selected:
         failed = 1  # the process died
-    return Result(module, soc, cases - skipped, skipped, failed, time.monotonic() - start, output)
+    return Result(module, soc, passed, skipped, failed, time.monotonic() - start, output)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="test files; all of tests/npu and tests/ops where none is given")
+    parser.add_argument("modules", nargs="*", help="test files; all of those above where none is given")
     parser.add_argument("--soc", nargs="+", default=["A2"], help="simulated devices: A2, A3, A5 or full names")
     parser.add_argument("--hardware", action="store_true", help="run on the real device")
     parser.add_argument("--jobs", type=int, default=2, help="modules at a time")
@@ -108,10 +111,16 @@ def main() -> int:
             results.append(result)
     for name in names:
         mine = [result for result in results if result.soc == name]
-        total = sum(result.cases for result in mine)
-        failed = sum(result.failed for result in mine)
-        print(f"{name}: {total} cases in {len(mine)} modules, {failed} failed")
+        print(f"{name}: {_summary(mine)}, {len(mine)} modules")
+    print(_summary(results))
     return 1 if any(result.failed for result in results) else 0
+
+
+def _summary(results: list[Result]) -> str:
+    passed, failed, skipped = (
+        sum(getattr(result, key) for result in results) for key in ("passed", "failed", "skipped")
+    )
+    return f"{passed} passed, {failed} failed, {skipped} skipped"
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

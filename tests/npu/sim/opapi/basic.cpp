@@ -177,6 +177,8 @@ OPERATOR(aclnnIsClose, (Tensor self, Tensor other, double rtol, double atol, boo
          (self, other, rtol, atol, equal_nan, out), out.copy_(at::isclose(self, other, rtol, atol, equal_nan)))
 OPERATOR(aclnnSigmoidBackward, (Tensor grad, Tensor result, Tensor out), (grad, result, out),
          out.copy_(at::sigmoid_backward(grad, result)))
+OPERATOR(aclnnTanhBackward, (Tensor grad, Tensor result, Tensor out), (grad, result, out),
+         out.copy_(at::tanh_backward(grad, result)))
 OPERATOR(aclnnSiluBackward, (Tensor grad, Tensor self, Tensor out), (grad, self, out),
          out.copy_(at::silu_backward(grad, self)))
 
