@@ -87,13 +87,30 @@ def all_to_all_rows(
     if out is not None:
         dist.all_to_all_single(out, rows, _ints(receive_rows), _ints(send_rows), group=group)
         return out
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return wait(funcol.all_to_all_single_autograd(rows, _ints(receive_rows), _ints(send_rows), group))
-    return wait(funcol.all_to_all_single(rows, _ints(receive_rows), _ints(send_rows), group))
+    return _AllToAll.apply(rows, _ints(receive_rows), _ints(send_rows), group)
 
 
 def _ints(counts: Sequence[int] | None) -> list[int] | None:
     return None if counts is None else list(counts)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its gradient is the exchange the other way. torch's own differentiable form changed between releases."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        receive_rows: list[int] | None,
+        send_rows: list[int] | None,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.back = send_rows, receive_rows, group
+        return wait(funcol.all_to_all_single(rows, receive_rows, send_rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _AllToAll.apply(grads[0].contiguous(), *ctx.back), None, None, None
 
 
 class _SumForward(torch.autograd.Function):
