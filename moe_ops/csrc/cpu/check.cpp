@@ -1,8 +1,11 @@
 #include "cpu/check.h"
 
+#include <algorithm>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
+
+#include "cpu/parallel.h"
 
 namespace moe_ops {
 
@@ -132,18 +135,29 @@ void check_no_overlap(const char* op, const Tensor& out, const char* argument, c
               std::string("memory of its own, apart from ") + argument, "an overlapping tensor");
 }
 
-Tensor as_int64(const Tensor& ids) {
-  return torch::stable::contiguous(ids.scalar_type() == ScalarType::Long ? ids
-                                                                         : torch::stable::to(ids, ScalarType::Long));
+Tensor converted(const Tensor& tensor, ScalarType dtype) {
+  constexpr int64_t kMostSerial = 32767;  // elements up to which torch copies on the calling thread
+  if (!in_forked_child() || tensor.dim() != 2 || tensor.numel() <= kMostSerial) {
+    return torch::stable::contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));
+  }
+  if (tensor.scalar_type() == dtype && tensor.is_contiguous()) return tensor;
+  const int64_t rows = tensor.size(0), step = std::max<int64_t>(1, kMostSerial / tensor.size(1));
+  Tensor result = torch::stable::new_empty(tensor, {rows, tensor.size(1)}, dtype);
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t count = std::min(step, rows - row);
+    Tensor source = tensor;  // narrow takes no const tensor
+    Tensor target = torch::stable::narrow(result, 0, row, count);
+    torch::stable::copy_(target, torch::stable::narrow(source, 0, row, count));
+  }
+  return result;
 }
 
-Tensor as_float32(const Tensor& values) {
-  return torch::stable::contiguous(
-      values.scalar_type() == ScalarType::Float ? values : torch::stable::to(values, ScalarType::Float));
-}
+Tensor as_int64(const Tensor& ids) { return converted(ids, ScalarType::Long); }
+
+Tensor as_float32(const Tensor& values) { return converted(values, ScalarType::Float); }
 
 Tensor dense_rows(const Tensor& rows) {
-  return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : torch::stable::contiguous(rows);
+  return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : converted(rows, rows.scalar_type());
 }
 
 }  // namespace moe_ops

@@ -47,7 +47,9 @@ void check_device(const char* op, const Tensor& like, const char* argument, cons
 void check_ticket(const char* op, const char* argument, const std::optional<Tensor>& ticket);
 void check_no_overlap(const char* op, const Tensor& out, const char* argument, const Tensor& input);
 
-// Contiguous copies in the one dtype that kernels read; the tensor itself where it is that already.
+// A contiguous copy in `dtype`, or the tensor itself where it is that already.
+Tensor converted(const Tensor& tensor, ScalarType dtype);
+// The one dtype that kernels read.
 Tensor as_int64(const Tensor& ids);
 Tensor as_float32(const Tensor& values);
 // Rows whose last dimension is dense; the row stride may be anything.

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "cpu/check.h"
+#include "cpu/parallel.h"
 #include "engine/engine.h"
 
 namespace moe_ops {
@@ -59,14 +60,16 @@ std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Ten
   const size_t row_bytes = hidden_size * rows.element_size();
   const char* from = static_cast<const char*>(rows.const_data_ptr());
   char* to = static_cast<char*>(engine::hidden_states_of(submission));
-  if (num_tokens <= 1 || rows.stride(0) == hidden_size) {
-    std::memcpy(to, from, num_tokens * row_bytes);
+  if (num_tokens == 1 || rows.stride(0) == hidden_size) {
+    if (num_tokens > 0) std::memcpy(to, from, num_tokens * row_bytes);
   } else {
     const int64_t stride = rows.stride(0) * int64_t(rows.element_size());
     for (int64_t t = 0; t < num_tokens; ++t) std::memcpy(to + t * row_bytes, from + t * stride, row_bytes);
   }
-  std::memcpy(engine::topk_ids_of(submission), ids.const_data_ptr(), ids.numel() * sizeof(int64_t));
-  std::memcpy(engine::topk_weights_of(submission), weights.const_data_ptr(), weights.numel() * sizeof(float));
+  if (ids.numel() > 0) {
+    std::memcpy(engine::topk_ids_of(submission), ids.const_data_ptr(), ids.numel() * sizeof(int64_t));
+    std::memcpy(engine::topk_weights_of(submission), weights.const_data_ptr(), weights.numel() * sizeof(float));
+  }
 
   const engine::Tickets tickets = engine::submit(submission, handle, engine::Origin::kHost);
   if (engine::synchronous()) {
@@ -99,7 +102,7 @@ void add_rows(const Tensor& device_out, const float* part, const float* deferred
   const Tensor rows = dense_rows(device_out);
   const auto* from = static_cast<const In*>(rows.const_data_ptr());
   const int64_t stride = rows.stride(0), grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
-  torch::stable::parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
     void* to = out.mutable_data_ptr();
     switch (out.scalar_type()) {
       case ScalarType::Float:

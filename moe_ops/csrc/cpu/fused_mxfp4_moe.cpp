@@ -306,7 +306,7 @@ std::tuple<Tensor, Tensor> fused_mxfp4_moe_backward_op(const Tensor& grad_output
                                grad_weights.mutable_data_ptr<float>()};
   fused_mxfp4_moe_backward(call.weights, call.activation, call.batch, gradients, team());
   const ScalarType dtype = hidden_states.scalar_type();
-  return {dtype == ScalarType::Float ? grad_hidden : torch::stable::to(grad_hidden, dtype), grad_weights};
+  return {converted(grad_hidden, dtype), grad_weights};
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/check.h"
+#include "cpu/parallel.h"
 
 namespace moe_ops {
 namespace {
@@ -46,7 +47,7 @@ void copy_rows(const Tensor& hidden_states, const int32_t* row_map, int64_t top_
   const char* source = static_cast<const char*>(hidden_states.const_data_ptr());
   char* target = static_cast<char*>(out.mutable_data_ptr());
   const int64_t grain = 1 + kCopyGrain / (1 + row_bytes * top_k);
-  torch::stable::parallel_for(0, hidden_states.size(0), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, hidden_states.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       for (int64_t k = 0; k < top_k; k++) {
         const int64_t row = row_map[t * top_k + k];
@@ -55,7 +56,7 @@ void copy_rows(const Tensor& hidden_states, const int32_t* row_map, int64_t top_
     }
   });
   const int64_t tail = out.size(0) - filled;
-  torch::stable::parallel_for(0, tail, 1 + kCopyGrain / (1 + row_bytes), [&](int64_t begin, int64_t end) {
+  parallel_for(0, tail, 1 + kCopyGrain / (1 + row_bytes), [&](int64_t begin, int64_t end) {
     std::memset(target + (filled + begin) * row_bytes, 0, (end - begin) * row_bytes);
   });
 }

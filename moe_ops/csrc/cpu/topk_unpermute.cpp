@@ -5,6 +5,7 @@
 
 #include "cpu/check.h"
 #include "cpu/kernels/row_ops.h"
+#include "cpu/parallel.h"
 
 namespace moe_ops {
 namespace {
@@ -43,7 +44,7 @@ Tensor topk_unpermute(const Tensor& permuted_hidden_states, const Tensor& row_ma
   const int64_t num_tokens = row_map.size(0), top_k = row_map.size(1);
   const int64_t rows = permuted_hidden_states.size(0), width = permuted_hidden_states.size(1);
   Tensor out = torch::stable::new_empty(permuted_hidden_states, {num_tokens, width});
-  const Tensor source = dense_rows(permuted_hidden_states), map = torch::stable::contiguous(row_map);
+  const Tensor source = dense_rows(permuted_hidden_states), map = converted(row_map, ScalarType::Int);
   const std::optional<Tensor> weights = topk_weights ? std::optional<Tensor>(as_float32(*topk_weights)) : std::nullopt;
   const int32_t* slots = map.const_data_ptr<int32_t>();
   const float* slot_weights = weights ? weights->const_data_ptr<float>() : nullptr;
@@ -52,7 +53,7 @@ Tensor topk_unpermute(const Tensor& permuted_hidden_states, const Tensor& row_ma
   char* result = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row_bytes = width * int64_t(out.element_size());
   const RowOps& ops = row_ops();
-  torch::stable::parallel_for(0, num_tokens, grain(width, top_k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_tokens, grain(width, top_k), [&](int64_t begin, int64_t end) {
     std::vector<const void*> chosen(top_k);
     std::vector<float> chosen_weights(top_k);
     for (int64_t t = begin; t < end; t++) {
@@ -82,11 +83,11 @@ std::tuple<Tensor, Tensor> topk_unpermute_backward(const Tensor& grad_output, co
               kOp, "grad_output",
               "[" + std::to_string(num_tokens) + ", " + std::to_string(width) + "] " + dtype_name(dtype),
               describe(grad_output));
-  Tensor grad_permuted = torch::stable::new_zeros(permuted_hidden_states, {rows, width});
-  Tensor grad_weights = topk_weights ? torch::stable::new_zeros(row_map, {num_tokens, top_k}, ScalarType::Float)
-                                     : torch::stable::new_zeros(row_map, {0}, ScalarType::Float);
+  Tensor grad_permuted = torch::stable::new_empty(permuted_hidden_states, {rows, width});
+  Tensor grad_weights = topk_weights ? torch::stable::new_empty(row_map, {num_tokens, top_k}, ScalarType::Float)
+                                     : torch::stable::new_empty(row_map, {0}, ScalarType::Float);
   const Tensor grad = dense_rows(grad_output), source = dense_rows(permuted_hidden_states);
-  const Tensor map = torch::stable::contiguous(row_map);
+  const Tensor map = converted(row_map, ScalarType::Int);
   const std::optional<Tensor> weights = topk_weights ? std::optional<Tensor>(as_float32(*topk_weights)) : std::nullopt;
   const int32_t* slots = map.const_data_ptr<int32_t>();
   const float* slot_weights = weights ? weights->const_data_ptr<float>() : nullptr;
@@ -96,10 +97,14 @@ std::tuple<Tensor, Tensor> topk_unpermute_backward(const Tensor& grad_output, co
   char* result = static_cast<char*>(grad_permuted.mutable_data_ptr());
   const int64_t row_bytes = width * int64_t(grad_permuted.element_size());
   const RowOps& ops = row_ops();
+  parallel_for(0, rows, grain(width, 1), [&](int64_t begin, int64_t end) {
+    std::memset(result + begin * row_bytes, 0, (end - begin) * row_bytes);
+  });
   // Each slot owns its row of the permuted buffer, so tokens can be handled in any order.
-  torch::stable::parallel_for(0, num_tokens, grain(width, top_k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, num_tokens, grain(width, top_k), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       for (int64_t q = t * top_k; q < (t + 1) * top_k; q++) {
+        if (weight_gradients) weight_gradients[q] = 0.0f;
         if (slots[q] < 0 || slots[q] >= rows) continue;
         char* target = result + slots[q] * row_bytes;
         const float weight = slot_weights ? slot_weights[q] : 1.0f;
