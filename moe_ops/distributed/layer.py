@@ -76,6 +76,7 @@ class ExpertParallelMoE(nn.Module):
         self.tp_group = tp_group
         self.combine_dtype = combine_dtype
         self.workspace = workspace
+        self._own_workspace: Workspace | None = None
         self._out_dtype = _takes_out_dtype(experts)
         self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -131,9 +132,11 @@ class ExpertParallelMoE(nn.Module):
             return ops.topk_unpermute(returned, route.row_map, topk_weights)
 
     def _workspace(self, device: torch.device) -> Workspace:
-        if self.workspace is None:
-            self.workspace = Workspace(device)
-        return self.workspace
+        if self.workspace is not None:
+            return self.workspace
+        if self._own_workspace is None or self._own_workspace.device != device:  # the module may have been moved
+            self._own_workspace = Workspace(device)
+        return self._own_workspace
 
     def _autograd_mask(self, hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> int:
         if not torch.is_grad_enabled():
