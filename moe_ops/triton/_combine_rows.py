@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, on_device, refuse_hip, rounded, vector_width
+from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, launch, refuse_hip, rounded, vector_width
 
 BLOCK_COLUMNS = 1024
 # Rows of a token whose loads are in flight together; a larger top_k loops.
@@ -63,10 +63,9 @@ def combine_rows(
     unit = vector_width(rows, out)
     weights = None if topk_weights is None else as_float32(topk_weights)
     grid = (num_tokens, triton.cdiv(out.shape[1], BLOCK_COLUMNS))
-    with on_device(out):
-        # A fused multiply-add would round a product less often than every other backend does.
-        _combine_rows[grid](
-            rows, row_map.contiguous(), weights, out, rows.shape[0], out.shape[1] // unit, rows.stride(0) // unit,
-            top_k, UNROLLED=top_k if top_k <= MAX_UNROLLED else 0, WIDTH=unit, BLOCK=BLOCK_COLUMNS,
-            EMULATED=INTERPRETED, enable_fp_fusion=False,
-        )  # fmt: skip
+    # A fused multiply-add would round a product less often than every other backend does.
+    launch(
+        _combine_rows, grid, rows, row_map.contiguous(), weights, out, rows.shape[0], out.shape[1] // unit,
+        rows.stride(0) // unit, top_k, UNROLLED=top_k if top_k <= MAX_UNROLLED else 0, WIDTH=unit, BLOCK=BLOCK_COLUMNS,
+        EMULATED=INTERPRETED, enable_fp_fusion=False,
+    )  # fmt: skip

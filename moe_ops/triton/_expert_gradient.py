@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.triton._expert_matmul import Activation, Arithmetic, Blocks, RowOrder, tile_rows_of
-from moe_ops.triton._launch import on_device, vector_width
+from moe_ops.triton._launch import launch, vector_width
 from moe_ops.triton._mxfp4 import decode, operand
 from moe_ops.triton._schedule import Schedule
 
@@ -75,16 +75,15 @@ def by_rows(
     order."""
     groups = scales.shape[2]
     unit = vector_width(value)
-    with on_device(value):
-        for tiles in schedule.classes:
-            blocks = BY_ROWS_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
-            grid = (tiles.tiles.shape[0] * triton.cdiv(groups * 32, blocks.columns),)
-            _by_rows[grid](
-                value, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, codes, scales,
-                out, schedule.top_k, codes.shape[1], groups, value.stride(0) // unit, GATHER=gather, WIDTH=unit,
-                BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute,
-                PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
+    for tiles in schedule.classes:
+        blocks = BY_ROWS_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
+        grid = (tiles.tiles.shape[0] * triton.cdiv(groups * 32, blocks.columns),)
+        launch(
+            _by_rows, grid, value, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts,
+            codes, scales, out, schedule.top_k, codes.shape[1], groups, value.stride(0) // unit, GATHER=gather,
+            WIDTH=unit, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute,
+            PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -159,10 +158,9 @@ def activation_gradient(
 ) -> None:
     """grad_rows [slots, 2I], times the slot's weight; grad_weights [T, K] float32, where the slot has an expert."""
     slots, intermediate = gate.shape
-    with on_device(gate):
-        _activation_gradient[(slots,)](
-            gate, up, grad_hidden, grad_output, schedule.row_slot, topk_weights, topk_ids, expert_map, w2_bias,
-            grad_rows, grad_weights, schedule.top_k, intermediate, grad_output.shape[1], grad_output.stride(0),
-            order.step, order.gate, order.up, activation.limit, activation.alpha, activation.shift, TF32=numbers.tf32,
-            BLOCK=BLOCK_COLUMNS,
-        )  # fmt: skip
+    launch(
+        _activation_gradient, (slots,), gate, up, grad_hidden, grad_output, schedule.row_slot, topk_weights, topk_ids,
+        expert_map, w2_bias, grad_rows, grad_weights, schedule.top_k, intermediate, grad_output.shape[1],
+        grad_output.stride(0), order.step, order.gate, order.up, activation.limit, activation.alpha, activation.shift,
+        TF32=numbers.tf32, BLOCK=BLOCK_COLUMNS,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import INTERPRETED, on_device, vector_width
+from moe_ops.triton._launch import INTERPRETED, launch, vector_width
 from moe_ops.triton._mxfp4 import decode, even_odd, operand
 from moe_ops.triton._schedule import Schedule
 
@@ -219,17 +219,16 @@ def gate_up(
     """outputs: (hidden, None, None), or (None, gate, up) before the activation; [slots, I]."""
     intermediate, groups = w13.shape[1] // 2, w13_scale.shape[2]
     unit = vector_width(x)
-    with on_device(x):
-        for tiles in schedule.classes:
-            blocks = GATE_UP_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
-            grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
-            _gate_up[grid](
-                x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13, w13_scale,
-                w13_bias, *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step, order.gate,
-                order.up, activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
-                BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute, PRECISION=numbers.precision,
-                TF32=numbers.tf32, num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
+    for tiles in schedule.classes:
+        blocks = GATE_UP_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
+        grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
+        launch(
+            _gate_up, grid, x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13,
+            w13_scale, w13_bias, *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step,
+            order.gate, order.up, activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
+            BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute, PRECISION=numbers.precision,
+            TF32=numbers.tf32, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
 
 
 def down(
@@ -243,12 +242,11 @@ def down(
 ) -> None:
     """out: [slots, H] float32; rows without a tile are not written."""
     hidden_size, groups = w2.shape[1], w2_scale.shape[2]
-    with on_device(hidden):
-        for tiles in schedule.classes:
-            blocks = DOWN_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
-            grid = (tiles.tiles.shape[0] * triton.cdiv(hidden_size, blocks.columns),)
-            _down[grid](
-                hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w2, w2_scale, w2_bias, out, groups,
-                hidden_size, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute,
-                PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
+    for tiles in schedule.classes:
+        blocks = DOWN_BLOCKS[numbers.compute.primitive_bitwidth // 8, tiles.rows]
+        grid = (tiles.tiles.shape[0] * triton.cdiv(hidden_size, blocks.columns),)
+        launch(
+            _down, grid, hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w2, w2_scale, w2_bias,
+            out, groups, hidden_size, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth,
+            COMPUTE=numbers.compute, PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip

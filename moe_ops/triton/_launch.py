@@ -27,11 +27,36 @@ def native(op: str, tensor: torch.Tensor) -> Callable[..., Any] | None:
     return getattr(torch.ops.moe_ops, op).default
 
 
-def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    if not tensor.is_cuda or torch.cuda.current_device() == tensor.device.index:
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
+# Kernels that have been launched outside a capture, by what Triton compiles separately.
+_COMPILED: set[tuple[Any, ...]] = set()
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+    if isinstance(argument, int):
+        return -(2**31) <= argument < 2**31
+    return type(argument)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a Triton kernel on the device of its first argument.
+
+    A kernel that is not compiled yet is refused inside a capture, where loading it could invalidate the capture.
+    """
+    device = arguments[0].device
+    if device.type != "cuda":
+        kernel[grid](*arguments, **constants)
+        return
+    key = (id(kernel), device.index, *map(_kind, arguments), *constants.values())
+    if key not in _COMPILED and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"moe_ops: the kernel {kernel.__name__.strip('_')} is used for the first time inside a graph capture: "
+            "call the op once before capturing, with the dtypes, top_k, batch size and options of the capture"
+        )
+    with contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+        kernel[grid](*arguments, **constants)
+    _COMPILED.add(key)
 
 
 def refuse_hip() -> None:

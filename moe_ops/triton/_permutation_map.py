@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import native, on_device
+from moe_ops.triton._launch import launch, native
 
 BLOCK_SLOTS = 128
 BLOCK_BUCKETS = 128
@@ -128,16 +128,15 @@ def permutation_map(
     counts = row_map.new_zeros((num_blocks, num_experts + 1))
     totals, starts = (row_map.new_empty((num_experts + 1,)) for _ in range(2))
     map_size = 0 if expert_map is None else expert_map.numel()
-    with on_device(topk_ids):
-        _rank_in_block[(num_blocks,)](
-            topk_ids, expert_map, topk_weights, bucket, rank, counts, num_slots, num_experts, map_size,
-            BLOCK=BLOCK_SLOTS,
-        )  # fmt: skip
-        grid = (triton.cdiv(num_experts + 1, BLOCK_BUCKETS),)
-        _scan_blocks[grid](counts, totals, num_blocks, num_experts, BLOCK=BLOCK_BUCKETS)
-        _scan_buckets[(1,)](totals, starts, tokens_per_expert, num_experts, BLOCK=BLOCK_SCAN)
-        num_row_slots = 0 if row_slot is None else row_slot.numel()
-        _place_slots[(num_blocks,)](
-            bucket, rank, counts, starts, row_map, placement, row_slot, num_slots, num_experts, num_rows, num_row_slots,
-            BLOCK=BLOCK_SLOTS,
-        )  # fmt: skip
+    launch(
+        _rank_in_block, (num_blocks,), topk_ids, expert_map, topk_weights, bucket, rank, counts, num_slots,
+        num_experts, map_size, BLOCK=BLOCK_SLOTS,
+    )  # fmt: skip
+    grid = (triton.cdiv(num_experts + 1, BLOCK_BUCKETS),)
+    launch(_scan_blocks, grid, counts, totals, num_blocks, num_experts, BLOCK=BLOCK_BUCKETS)
+    launch(_scan_buckets, (1,), totals, starts, tokens_per_expert, num_experts, BLOCK=BLOCK_SCAN)
+    num_row_slots = 0 if row_slot is None else row_slot.numel()
+    launch(
+        _place_slots, (num_blocks,), bucket, rank, counts, starts, row_map, placement, row_slot, num_slots,
+        num_experts, num_rows, num_row_slots, BLOCK=BLOCK_SLOTS,
+    )  # fmt: skip

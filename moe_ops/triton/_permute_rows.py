@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import as_bits, dense_rows, native, on_device, refuse_hip, vector_width
+from moe_ops.triton._launch import as_bits, dense_rows, launch, native, refuse_hip, vector_width
 from moe_ops.triton._permutation_map import permutation_map
 
 BLOCK_COLUMNS = 1024
@@ -64,8 +64,7 @@ def permute_rows(
     source, out = as_bits(hidden_states), as_bits(permuted)
     unit = vector_width(source, out)
     grid = (num_tokens + max(0, num_rows - num_tokens * top_k), triton.cdiv(width, BLOCK_COLUMNS))
-    with on_device(source):
-        _copy_rows[grid](
-            source, placement, out, num_tokens, top_k, num_rows, width // unit, source.stride(0) // unit,
-            WIDTH=unit, BLOCK=BLOCK_COLUMNS,
-        )  # fmt: skip
+    launch(
+        _copy_rows, grid, source, placement, out, num_tokens, top_k, num_rows, width // unit, source.stride(0) // unit,
+        WIDTH=unit, BLOCK=BLOCK_COLUMNS,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import on_device
+from moe_ops.triton._launch import launch
 from moe_ops.triton._permutation_map import permutation_map
 
 INT32_MAX = 2**31 - 1
@@ -118,10 +118,9 @@ def make_schedule(
     capacity = max(capacities)
     tiles, num_tiles = row_map.new_empty((used, capacity, 2)), row_map.new_empty((used,))
     padded_heights = [*heights, *(heights[-1:] * 3)][:3]
-    with on_device(topk_ids):
-        _list_tiles[(used,)](
-            counts, starts, tiles, num_tiles, num_experts, capacity, *[*bounds, INT32_MAX][:2], *padded_heights,
-            BLOCK=BLOCK_EXPERTS,
-        )  # fmt: skip
+    launch(
+        _list_tiles, (used,), counts, starts, tiles, num_tiles, num_experts, capacity, *[*bounds, INT32_MAX][:2],
+        *padded_heights, BLOCK=BLOCK_EXPERTS,
+    )  # fmt: skip
     classes = tuple(TileClass(heights[i], tiles[i, : capacities[i]], num_tiles[i : i + 1]) for i in range(used))
     return Schedule(topk_ids.shape[1], row_map, row_slot, starts, counts, classes)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.ep_remap import ep_remap as check_and_allocate
-from moe_ops.triton._launch import native, on_device, refuse_hip
+from moe_ops.triton._launch import launch, native, refuse_hip
 
 BLOCK_SLOTS = 1024
 NONE = tl.constexpr(2**31 - 1)
@@ -94,13 +94,12 @@ def ep_remap(
     rows = max(1, BLOCK_SLOTS // wide_k)
     num_blocks = triton.cdiv(num_tokens, rows)
     minima = topk_ids.new_empty((num_blocks,), dtype=torch.int32)
-    with on_device(topk_ids):
-        _remap_rows[(num_blocks,)](
-            topk_ids, topk_weights, expert_map, *outputs, minima, *topk_ids.stride(), *topk_weights.stride(),
-            0 if expert_map is None else expert_map.numel(), offset, num_local, num_tokens, top_k,
-            REUSE=fill == "reuse", ROWS=rows, WIDE_K=wide_k,
-        )  # fmt: skip
-        if fill == "reuse":
-            grid = (triton.cdiv(num_tokens * top_k, BLOCK_SLOTS),)
-            _fill_rows[grid](outputs[0], minima, num_tokens * top_k, num_blocks, BLOCK=BLOCK_SLOTS)
+    launch(
+        _remap_rows, (num_blocks,), topk_ids, topk_weights, expert_map, *outputs, minima, *topk_ids.stride(),
+        *topk_weights.stride(), 0 if expert_map is None else expert_map.numel(), offset, num_local, num_tokens, top_k,
+        REUSE=fill == "reuse", ROWS=rows, WIDE_K=wide_k,
+    )  # fmt: skip
+    if fill == "reuse":
+        grid = (triton.cdiv(num_tokens * top_k, BLOCK_SLOTS),)
+        launch(_fill_rows, grid, outputs[0], minima, num_tokens * top_k, num_blocks, BLOCK=BLOCK_SLOTS)
     return outputs

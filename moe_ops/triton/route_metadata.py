@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.route_metadata import route_metadata as check_and_allocate
-from moe_ops.triton._launch import on_device, refuse_hip
+from moe_ops.triton._launch import launch, refuse_hip
 
 BLOCK = 1024
 
@@ -80,9 +80,9 @@ def route_metadata(tokens_per_source: torch.Tensor, ep_rank: int, *, mode: str =
     refuse_hip()
     outputs = check_and_allocate(tokens_per_source, ep_rank, mode=mode)
     ep_size, num_experts = tokens_per_source.shape
-    with on_device(tokens_per_source):
-        _route_metadata[(2 * ep_size,)](
-            tokens_per_source, *outputs, ep_size, num_experts, triton.cdiv(num_experts, ep_size), ep_rank,
-            tokens_per_source.stride(0), tokens_per_source.stride(1), PULL=mode == "pull", BLOCK=BLOCK,
-        )  # fmt: skip
+    launch(
+        _route_metadata, (2 * ep_size,), tokens_per_source, *outputs, ep_size, num_experts,
+        triton.cdiv(num_experts, ep_size), ep_rank, tokens_per_source.stride(0), tokens_per_source.stride(1),
+        PULL=mode == "pull", BLOCK=BLOCK,
+    )  # fmt: skip
     return outputs

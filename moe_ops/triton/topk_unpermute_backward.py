@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.topk_unpermute_backward import topk_unpermute_backward as check_and_allocate
-from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, on_device, refuse_hip, rounded, vector_width
+from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, launch, refuse_hip, rounded, vector_width
 
 BLOCK_COLUMNS = 2048
 ROWS_PER_PROGRAM = 32
@@ -85,13 +85,20 @@ def topk_unpermute_backward(
     unit = vector_width(grad_output, rows, grad_rows)
     weights = None if topk_weights is None else as_float32(topk_weights)
     read = torch.zeros(num_rows, dtype=torch.int8, device=grad_rows.device)
-    with on_device(grad_rows):
-        _slot_gradients[(row_map.numel(),)](
-            grad_output, rows, row_map.contiguous(), weights, grad_rows, grad_weights, read, num_rows, row_map.shape[1],
-            width // unit, grad_output.stride(0) // unit, rows.stride(0) // unit,
-            WIDTH=unit, BLOCK=BLOCK_COLUMNS, EMULATED=INTERPRETED,
-        )  # fmt: skip
-        _zero_unread[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
-            read, grad_rows, num_rows, width // unit, ROWS=ROWS_PER_PROGRAM, WIDTH=unit, BLOCK=BLOCK_COLUMNS
-        )
+    launch(
+        _slot_gradients, (row_map.numel(),), grad_output, rows, row_map.contiguous(), weights, grad_rows,
+        grad_weights, read, num_rows, row_map.shape[1], width // unit, grad_output.stride(0) // unit,
+        rows.stride(0) // unit, WIDTH=unit, BLOCK=BLOCK_COLUMNS, EMULATED=INTERPRETED,
+    )  # fmt: skip
+    launch(
+        _zero_unread,
+        (triton.cdiv(num_rows, ROWS_PER_PROGRAM),),
+        read,
+        grad_rows,
+        num_rows,
+        width // unit,
+        ROWS=ROWS_PER_PROGRAM,
+        WIDTH=unit,
+        BLOCK=BLOCK_COLUMNS,
+    )
     return outputs

@@ -1,0 +1,17 @@
+"""Tests that need a CUDA device: run with MOE_OPS_TEST_BACKEND=cuda, by scripts/test-gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import BACKEND
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if BACKEND != "cuda":
+                item.add_marker(pytest.mark.skip(reason="needs MOE_OPS_TEST_BACKEND=cuda"))

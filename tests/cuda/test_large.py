@@ -1,0 +1,119 @@
+"""Buffers past 2^31 elements and batches of every size of the map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ops import reference
+from tests.support import assert_same, make_routing
+
+CUDA = torch.device("cuda")
+pytestmark = pytest.mark.unpoisoned
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("experts", [1, 3, 128, 256, 384, 1500, 6000, 60_000])
+@pytest.mark.parametrize("slots", [(1, 1), (4, 8), (128, 8), (512, 8), (1024, 8), (1025, 8), (4001, 3), (16384, 8)])
+def test_map_of_every_size(slots, experts, id_dtype):
+    """One block, several, several with a scan between; counters of many experts; Triton past shared memory."""
+    tokens, top_k = slots
+    g = torch.Generator().manual_seed(tokens + experts)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=g).to(id_dtype)
+    x = torch.arange(tokens, dtype=torch.float32)[:, None].repeat(1, 4)
+    actual = torch.ops.moe_ops.topk_permute(x.to(CUDA), ids.to(CUDA), experts)
+    for value, expected in zip(actual, reference.topk_permute(x, ids, experts), strict=True):
+        assert_same(value, expected)
+
+
+def test_map_of_two_million_slots_with_one_hot_expert():
+    ids = torch.randint(0, 256, (262_144, 8), generator=torch.Generator().manual_seed(1))
+    ids[torch.rand(262_144, 8, generator=torch.Generator().manual_seed(2)) < 0.9] = 7
+    ids = ids.to(CUDA)
+    x = torch.zeros(262_144, 1, dtype=torch.bfloat16, device=CUDA)
+    _, row_map, counts = torch.ops.moe_ops.topk_permute(x, ids, 256)
+    order = torch.argsort(ids.reshape(-1), stable=True)
+    expected = torch.empty_like(order)
+    expected[order] = torch.arange(order.numel(), device=CUDA)
+    assert torch.equal(row_map.reshape(-1).to(torch.int64), expected)
+    assert torch.equal(counts.to(torch.int64), torch.bincount(ids.reshape(-1), minlength=256))
+
+
+@pytest.mark.parametrize("hidden", [7168, 7164, 7167])  # whole vectors, 8 bytes, single elements
+def test_rows_past_int32(hidden):
+    tokens, top_k = 37_500, 8
+    ids = make_routing(tokens, top_k, 64, invalid=0.1)[0].to(CUDA)
+    x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
+    permuted, row_map, counts = torch.ops.moe_ops.topk_permute(x, ids, 64)
+    assert permuted.numel() > 2**31
+    routed = int(counts.sum())
+    assert permuted[routed:].eq(0).all()
+    slots = torch.nonzero(row_map.reshape(-1) >= 0).reshape(-1)
+    assert slots.numel() == routed
+    for part in slots.split(40_000):
+        assert torch.equal(permuted[row_map.reshape(-1)[part].to(torch.int64)], x[part // top_k])
+    assert torch.equal(row_map, reference.topk_permute(x[:, :1], ids, 64)[1])
+
+    weights = torch.rand(tokens, top_k, device=CUDA)
+    out = torch.ops.moe_ops.topk_unpermute(permuted, row_map, weights)
+    last = slice(tokens - 50, tokens)
+    assert_same(out[last], reference.topk_unpermute(permuted, row_map[last], weights[last]).cpu())
+
+    grad_rows, grad_weights = torch.ops.moe_ops.topk_unpermute_backward(out, permuted, row_map, weights)
+    assert grad_rows[routed:].eq(0).all()
+    rows = row_map[last].to(torch.int64)
+    used = rows >= 0
+    expected = (out[last].float()[:, None] * weights[last][..., None]).to(torch.bfloat16)
+    assert torch.equal(grad_rows[rows[used]], expected[used])
+    dots = (permuted[rows.clamp(min=0)].float() * out[last].float()[:, None]).sum(-1)
+    torch.testing.assert_close(grad_weights[last], torch.where(used, dots, 0.0), rtol=1e-4, atol=1e-2)
+
+
+def test_weights_past_int32():
+    """256 experts of 4096 x 7168: 3.8e9 bytes of codes; the last expert is at the end."""
+    experts, inter, hidden = 256, 2048, 7168
+
+    def packed(rows, columns):
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=CUDA)
+        scales = torch.randint(119, 123, (experts, rows, columns // 32), dtype=torch.uint8, device=CUDA)
+        return codes, scales
+
+    weights = (*packed(2 * inter, hidden), *packed(hidden, inter))
+    assert weights[0].numel() > 2**31
+    x = torch.randn(3, hidden, device=CUDA, dtype=torch.bfloat16)
+    ids = torch.tensor([[255, 254], [0, 255], [200, 180]], device=CUDA)
+    routing = torch.rand(3, 2, device=CUDA)
+    options = {"w13_layout": "gate_up"}
+    actual = torch.ops.moe_ops.fused_mxfp4_moe(x, ids, routing, *weights, **options)
+    expected = reference.fused_mxfp4_moe(x, ids, routing, *weights, out_dtype=torch.float32, **options)
+    assert float((actual.float() - expected).norm() / expected.norm()) < 5e-3
+    grad = torch.randn(3, hidden, device=CUDA, dtype=torch.bfloat16)
+    actual = torch.ops.moe_ops.fused_mxfp4_moe_backward(grad, x, ids, routing, *weights, **options)
+    expected = reference.fused_mxfp4_moe_backward(grad.float(), x.float(), ids, routing, *weights, **options)
+    for value, wanted in zip(actual, expected, strict=True):
+        assert float((value.float() - wanted).norm() / wanted.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [100, 700, 3000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_class_of_tiles(tokens, dtype):
+    """Experts with few, some and many rows in one batch."""
+    experts, inter, hidden = 8, 320, 288
+    g = torch.Generator(device=CUDA).manual_seed(tokens)
+
+    def packed(rows, columns):
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device=CUDA, generator=g)
+        return codes, torch.randint(
+            120, 124, (experts, rows, columns // 32), dtype=torch.uint8, device=CUDA, generator=g
+        )
+
+    weights = (*packed(2 * inter, hidden), *packed(hidden, inter))
+    share = torch.tensor([0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.32], device=CUDA)
+    ids = torch.multinomial(share.expand(tokens, -1), 3, generator=g)
+    x = torch.randn(tokens, hidden, device=CUDA, generator=g).to(dtype)
+    routing = torch.rand(tokens, 3, device=CUDA, generator=g)
+    options = {"w13_layout": "interleaved", "activation": "swiglu_oai"}
+    actual = torch.ops.moe_ops.fused_mxfp4_moe(x, ids, routing, *weights, out_dtype=torch.float32, **options)
+    expected = reference.fused_mxfp4_moe(x.double().float(), ids, routing, *weights, out_dtype=torch.float32, **options)
+    limit = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 5e-6}[dtype]
+    assert float((actual - expected).norm() / expected.norm()) < limit
