@@ -5,6 +5,7 @@ us."""
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def main() -> None:
                     expected = reference.ep_remap(ids[0], weights, **options, fill=fill)
                     for actual, wanted in zip(op(ids[0], weights, **options, fill=fill), expected, strict=True):
                         assert torch.equal(actual, wanted)
-                    us = microseconds([lambda i=i, f=fill: op(i, weights, **options, fill=f) for i in ids])
+                    us = microseconds([partial(op, i, weights, **options, fill=fill) for i in ids])
                     name = str(dtype).removeprefix("torch.")
                     table.add(what=f"ep_remap {fill}", ids=name, experts=experts, tokens=tokens, us=round(us, 2))
     print(roofs(), table.save(out))

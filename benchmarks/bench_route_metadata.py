@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ def main() -> None:
                 op(counts[0], 1, mode=mode), reference.route_metadata(counts[0], 1, mode=mode), strict=True
             ):
                 assert torch.equal(actual, expected)
-            us = microseconds([lambda c=c, m=mode: op(c, 1, mode=m) for c in counts])
+            us = microseconds([partial(op, c, 1, mode=mode) for c in counts])
             table.add(what="route_metadata", mode=mode, ranks=ranks, experts=experts, us=round(us, 2))
-        us = microseconds([lambda c=c: reference.route_metadata(c, 1) for c in counts[:2]])
+        us = microseconds([partial(reference.route_metadata, c, 1) for c in counts[:2]])
         table.add(what="torch", mode="push", ranks=ranks, experts=experts, us=round(us, 2))
     print(roofs(), table.save(out))
 

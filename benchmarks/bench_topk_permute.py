@@ -8,6 +8,7 @@ of the same bytes: moe-ops 0.1.0 2148 to 3537 (its order is not stable), Transfo
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def map_only(ids: torch.Tensor):
     """The map and its counts, without a copy of rows."""
     row_map = torch.empty_like(ids)
     counts = torch.empty(EXPERTS, dtype=torch.int32, device="cuda")
-    return lambda: permutation_map(ids, row_map, counts, num_rows=ids.numel())
+    return partial(permutation_map, ids, row_map, counts, num_rows=ids.numel())
 
 
 def main() -> None:
@@ -55,8 +56,8 @@ def main() -> None:
         ids = [routing(tokens, TOP_K, EXPERTS, seed) for seed in range(sets)]
         check(x[0], ids[0])
         nbytes = tokens * (1 + TOP_K) * hidden * 2
-        whole = [lambda x=x, i=i: torch.ops.moe_ops.topk_permute(x, i, EXPERTS) for x, i in zip(x, ids, strict=True)]
-        torch_calls = [lambda x=x, i=i: composition(x, i) for x, i in zip(x, ids, strict=True)]
+        whole = [partial(torch.ops.moe_ops.topk_permute, *pair, EXPERTS) for pair in zip(x, ids, strict=True)]
+        torch_calls = [partial(composition, *pair) for pair in zip(x, ids, strict=True)]
         for what, calls in (("topk_permute", whole), ("torch", torch_calls)):
             if what == "torch" and tokens > 16384:
                 continue

@@ -83,9 +83,12 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.csv"
         with path.open("w", newline="") as file:
-            file.write(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}; roofs:
-            ") file.write(", ".join(f"{key} {value:.3f}" for key, value in roofs().items()) + "\n") writer =
-            csv.DictWriter(file, self.columns) writer.writeheader() writer.writerows(self.rows)
+            measured = ", ".join(f"{key} {value:.3f}" for key, value in roofs().items())
+            versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+            file.write(f"# {torch.cuda.get_device_name()}, {versions}; roofs: {measured}\n")
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
         return path
 
 
