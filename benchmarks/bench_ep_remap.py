@@ -14,6 +14,7 @@ import moe_ops  # noqa: F401  (registers the ops)
 from benchmarks.cuda_timing import Table, microseconds, roofs, routing
 from moe_ops import reference
 
+CUDA = True
 TOKENS = (1, 8, 64, 512, 1024, 4096, 16384)
 
 

@@ -12,6 +12,7 @@ import moe_ops  # noqa: F401  (registers the ops)
 from benchmarks.cuda_timing import Table, microseconds, roofs
 from moe_ops import reference
 
+CUDA = True
 CASES = [(ranks, experts) for ranks in (2, 8, 64) for experts in (128, 256, 384)]
 
 

@@ -17,6 +17,7 @@ import moe_ops  # noqa: F401  (registers the ops)
 from benchmarks.cuda_timing import Table, microseconds, roofs, routing
 from moe_ops.triton._permutation_map import permutation_map
 
+CUDA = True
 EXPERTS, TOP_K = 256, 8
 SHAPES = [(hidden, tokens) for hidden in (4096, 7168) for tokens in (1024, 4096, 16384, 65536)]
 MAP_TOKENS = (1, 8, 64, 512, 1024, 4096, 16384, 65536)

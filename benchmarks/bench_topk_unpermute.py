@@ -17,6 +17,7 @@ import moe_ops  # noqa: F401  (registers the ops)
 from benchmarks.cuda_timing import Table, microseconds, roofs, routing
 from moe_ops import reference
 
+CUDA = True
 EXPERTS, TOP_K = 256, 8
 SHAPES = [(hidden, tokens) for hidden in (4096, 7168) for tokens in (1024, 4096, 16384, 65536)]
 BACKWARD = [(4096, 4096), (4096, 16384), (7168, 16384)]

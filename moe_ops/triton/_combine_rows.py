@@ -6,7 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, launch, refuse_hip, rounded, vector_width
+from moe_ops.triton._launch import (
+    INTERPRETED,
+    as_float32,
+    dense_rows,
+    kernel,
+    launch,
+    refuse_hip,
+    rounded,
+    vector_width,
+)
 
 BLOCK_COLUMNS = 1024
 # Rows of a token whose loads are in flight together; a larger top_k loops.
@@ -28,7 +37,7 @@ def _add_row(total, rows, row_map, weights, slot, num_rows, row_stride, column, 
     return total + value
 
 
-@triton.jit(do_not_specialize=["num_rows", "units", "stride_units", "top_k"])
+@kernel(sizes=["num_rows", "units", "stride_units", "top_k"], indices=["row_map", "weights"])
 def _combine_rows(
     rows, row_map, weights, out, num_rows, units, stride_units, top_k, UNROLLED: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,

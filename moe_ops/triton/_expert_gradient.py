@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.triton._expert_matmul import Activation, Arithmetic, Blocks, RowOrder, tile_rows_of
-from moe_ops.triton._launch import launch, vector_width
+from moe_ops.triton._launch import kernel, launch, vector_width
 from moe_ops.triton._mxfp4 import decode, operand
 from moe_ops.triton._schedule import Schedule
 
@@ -23,7 +23,10 @@ BY_ROWS_BLOCKS = {
 BLOCK_COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["top_k", "num_weight_rows", "groups", "stride_units"])
+@kernel(
+    sizes=["top_k", "num_weight_rows", "groups", "stride_units"],
+    indices=["row_slot", "tiles", "num_tiles", "starts", "counts"],
+)
 def _by_rows(
     value, row_slot, tiles, num_tiles, starts, counts, codes, scales, out, top_k, num_weight_rows, groups, stride_units,
     GATHER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr,
@@ -86,12 +89,21 @@ def by_rows(
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "top_k", "intermediate", "hidden_size", "grad_stride", "row_step", "gate_first", "up_first", "limit",
-        "alpha", "shift",
-    ]
-)  # fmt: skip
+@kernel(
+    sizes=[
+        "top_k",
+        "intermediate",
+        "hidden_size",
+        "grad_stride",
+        "row_step",
+        "gate_first",
+        "up_first",
+        "limit",
+        "alpha",
+        "shift",
+    ],
+    indices=["grad_output", "row_slot", "topk_weights", "topk_ids", "expert_map", "w2_bias", "grad_weights"],
+)
 def _activation_gradient(
     gate_in, up_in, grad_hidden, grad_output, row_slot, topk_weights, topk_ids, expert_map, w2_bias, grad_rows,
     grad_weights, top_k, intermediate, hidden_size, grad_stride, row_step, gate_first, up_first, limit, alpha, shift,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,31 +32,48 @@ def native(op: str, tensor: torch.Tensor) -> Callable[..., Any] | None:
 _COMPILED: set[tuple[Any, ...]] = set()
 
 
-def _kind(argument: Any) -> Any:
+def kernel(*, sizes: Sequence[str] = (), indices: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """triton.jit for a kernel that is compiled once for all values.
+
+    sizes: integers, no value of which is special.
+    indices: pointers to ids, maps, weights and the like, whose alignment does not matter.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        jitted = triton.jit(function, do_not_specialize=list(sizes), do_not_specialize_on_alignment=list(indices))
+        names = list(inspect.signature(function).parameters)
+        jitted.index_positions = frozenset(names.index(name) for name in indices)
+        return jitted
+
+    return decorate
+
+
+def _variant(position: int, argument: Any, index_positions: frozenset[int]) -> Any:
     if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+        return argument.dtype, position in index_positions or argument.data_ptr() % ALIGNMENT == 0
     if isinstance(argument, int):
         return -(2**31) <= argument < 2**31
     return type(argument)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(jitted: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a Triton kernel on the device of its first argument.
 
     A kernel that is not compiled yet is refused inside a capture, where loading it could invalidate the capture.
     """
     device = arguments[0].device
     if device.type != "cuda":
-        kernel[grid](*arguments, **constants)
+        jitted[grid](*arguments, **constants)
         return
-    key = (id(kernel), device.index, *map(_kind, arguments), *constants.values())
+    variants = (_variant(i, argument, jitted.index_positions) for i, argument in enumerate(arguments))
+    key = (id(jitted), device.index, *variants, *constants.values())
     if key not in _COMPILED and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"moe_ops: the kernel {kernel.__name__.strip('_')} is used for the first time inside a graph capture: "
+            f"moe_ops: the kernel {jitted.__name__.strip('_')} is used for the first time inside a graph capture: "
             "call the op once before capturing, with the dtypes, top_k, batch size and options of the capture"
         )
     with contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
-        kernel[grid](*arguments, **constants)
+        jitted[grid](*arguments, **constants)
     _COMPILED.add(key)
 
 

@@ -30,23 +30,65 @@ def _scale_values(scales, COMPUTE: tl.constexpr):
     return value
 
 
+# Four bytes of codes and four times their block's scale to four low and four high numbers, two to a register: 3.5
+# instructions a number, where element-wise code takes 13. A number is sign and magnitude moved to their places in
+# bfloat16, times 2^126 and the scale; the sum with -0 is what sm_80 has for a product.
+_DECODE_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 bytes, sign, unbias, zero;
+    mov.b32 unbias, 0x7E807E80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 bytes, $4, 0, 0x4140;
+    shl.b32 $0, bytes, 6;
+    and.b32 $0, $0, 0x01C001C0;
+    shl.b32 sign, bytes, 12;
+    lop3.b32 $0, sign, 0x80008000, $0, 0xEA;
+    fma.rn.bf16x2 $0, $0, unbias, zero;
+    fma.rn.bf16x2 $0, $0, $5, zero;
+    shl.b32 $2, bytes, 2;
+    and.b32 $2, $2, 0x01C001C0;
+    shl.b32 sign, bytes, 8;
+    lop3.b32 $2, sign, 0x80008000, $2, 0xEA;
+    fma.rn.bf16x2 $2, $2, unbias, zero;
+    fma.rn.bf16x2 $2, $2, $5, zero;
+    prmt.b32 bytes, $4, 0, 0x4342;
+    shl.b32 $1, bytes, 6;
+    and.b32 $1, $1, 0x01C001C0;
+    shl.b32 sign, bytes, 12;
+    lop3.b32 $1, sign, 0x80008000, $1, 0xEA;
+    fma.rn.bf16x2 $1, $1, unbias, zero;
+    fma.rn.bf16x2 $1, $1, $6, zero;
+    shl.b32 $3, bytes, 2;
+    and.b32 $3, $3, 0x01C001C0;
+    shl.b32 sign, bytes, 8;
+    lop3.b32 $3, sign, 0x80008000, $3, 0xEA;
+    fma.rn.bf16x2 $3, $3, unbias, zero;
+    fma.rn.bf16x2 $3, $3, $6, zero;
+}
+""")
+
+
 @triton.jit
 def decode(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, COMPUTE: tl.constexpr):
     """codes [ROWS, BYTES] and scales [ROWS, BYTES / 16], both uint8, to (low, high) [ROWS, BYTES] of COMPUTE (bfloat16
     or float32): the numbers of the low nibbles, which are the even elements of a row, and those of the high
     nibbles."""
+    BLOCKS: tl.constexpr = BYTES // BYTES_PER_SCALE
+    scale = tl.expand_dims(_scale_values(scales, COMPUTE), 2)
+    codes = tl.reshape(codes, (ROWS, BLOCKS, BYTES_PER_SCALE))
     if COMPUTE == tl.bfloat16:  # noqa: SIM300
-        c = codes.to(tl.uint16)
-        low = (((c & 0x8) << 12) | ((c & 0x7) << 6)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        high = (((c & 0x80) << 8) | ((c & 0x70) << 2)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        low, high = tl.inline_asm_elementwise(
+            _DECODE_BFLOAT16,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes, scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
     else:
         c = codes.to(tl.int32)
-        low = (((c & 0x8) << 28) | ((c & 0x7) << 22)).to(tl.float32, bitcast=True)
-        high = (((c & 0x80) << 24) | ((c & 0x70) << 18)).to(tl.float32, bitcast=True)
-    scale = tl.expand_dims(_scale_values(scales, COMPUTE), 2)
-    BLOCKS: tl.constexpr = BYTES // BYTES_PER_SCALE
-    low = tl.reshape(low * UNBIAS, (ROWS, BLOCKS, BYTES_PER_SCALE)) * scale
-    high = tl.reshape(high * UNBIAS, (ROWS, BLOCKS, BYTES_PER_SCALE)) * scale
+        low = (((c & 0x8) << 28) | ((c & 0x7) << 22)).to(tl.float32, bitcast=True) * UNBIAS * scale
+        high = (((c & 0x80) << 24) | ((c & 0x70) << 18)).to(tl.float32, bitcast=True) * UNBIAS * scale
     return tl.reshape(low, (ROWS, BYTES)), tl.reshape(high, (ROWS, BYTES))
 
 

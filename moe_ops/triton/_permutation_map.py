@@ -10,16 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import launch, native
+from moe_ops.triton._launch import kernel, launch, native
 
 BLOCK_SLOTS = 128
 BLOCK_BUCKETS = 128
 BLOCK_SCAN = 1024
 # The native kernel counts in shared memory, at least one warp's counters a block.
-MAX_NATIVE_EXPERTS = 50_000
+MAX_NATIVE_EXPERTS = 4_000
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_experts", "expert_map_size"])
+@kernel(
+    sizes=["num_slots", "num_experts", "expert_map_size"],
+    indices=["topk_ids", "expert_map", "topk_weights", "bucket_out", "rank_out", "counts"],
+)
 def _rank_in_block(
     topk_ids, expert_map, topk_weights, bucket_out, rank_out, counts, num_slots, num_experts, expert_map_size,
     BLOCK: tl.constexpr,
@@ -45,7 +48,7 @@ def _rank_in_block(
     tl.store(counts + block.to(tl.int64) * (num_experts + 1) + bucket, total, mask=inside & (rank + 1 == total))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_experts"])
+@kernel(sizes=["num_blocks", "num_experts"], indices=["counts", "totals"])
 def _scan_blocks(counts, totals, num_blocks, num_experts, BLOCK: tl.constexpr):
     """counts becomes the slots of a bucket in the blocks before."""
     bucket = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +63,7 @@ def _scan_blocks(counts, totals, num_blocks, num_experts, BLOCK: tl.constexpr):
     tl.store(totals + bucket, running, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@kernel(sizes=["num_experts"], indices=["totals", "starts", "tokens_per_expert"])
 def _scan_buckets(totals, starts, tokens_per_expert, num_experts, BLOCK: tl.constexpr):
     carry = tl.zeros((1,), dtype=tl.int32)
     for first in range(0, num_experts + 1, BLOCK):
@@ -71,7 +74,10 @@ def _scan_buckets(totals, starts, tokens_per_expert, num_experts, BLOCK: tl.cons
         carry += tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_experts", "num_rows", "num_row_slots"])
+@kernel(
+    sizes=["num_slots", "num_experts", "num_rows", "num_row_slots"],
+    indices=["bucket_in", "rank_in", "counts", "starts", "row_map", "placement", "row_slot"],
+)
 def _place_slots(
     bucket_in, rank_in, counts, starts, row_map, placement, row_slot, num_slots, num_experts, num_rows, num_row_slots,
     BLOCK: tl.constexpr,

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import as_bits, dense_rows, launch, native, refuse_hip, vector_width
+from moe_ops.triton._launch import as_bits, dense_rows, kernel, launch, native, refuse_hip, vector_width
 from moe_ops.triton._permutation_map import permutation_map
 
 BLOCK_COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["num_tokens", "top_k", "num_rows", "units", "stride_units"])
+@kernel(sizes=["num_tokens", "top_k", "num_rows", "units", "stride_units"], indices=["placement"])
 def _copy_rows(
     source, placement, out, num_tokens, top_k, num_rows, units, stride_units, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):

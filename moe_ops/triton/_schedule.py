@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._launch import launch
+from moe_ops.triton._launch import kernel, launch
 from moe_ops.triton._permutation_map import permutation_map
 
 INT32_MAX = 2**31 - 1
@@ -50,7 +50,10 @@ class Schedule:
     classes: tuple[TileClass, ...]
 
 
-@triton.jit(do_not_specialize=["num_experts", "capacity", "most_0", "most_1", "rows_0", "rows_1", "rows_2"])
+@kernel(
+    sizes=["num_experts", "capacity", "most_0", "most_1", "rows_0", "rows_1", "rows_2"],
+    indices=["counts", "starts", "tiles", "num_tiles"],
+)
 def _list_tiles(
     counts, starts, tiles, num_tiles, num_experts, capacity, most_0, most_1, rows_0, rows_1, rows_2, BLOCK: tl.constexpr
 ):

@@ -7,18 +7,26 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.ep_remap import ep_remap as check_and_allocate
-from moe_ops.triton._launch import launch, native, refuse_hip
+from moe_ops.triton._launch import kernel, launch, native, refuse_hip
 
 BLOCK_SLOTS = 1024
 NONE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "id_stride_t", "id_stride_k", "weight_stride_t", "weight_stride_k", "map_size", "offset", "num_local",
-        "num_tokens", "top_k",
-    ]
-)  # fmt: skip
+@kernel(
+    sizes=[
+        "id_stride_t",
+        "id_stride_k",
+        "weight_stride_t",
+        "weight_stride_k",
+        "map_size",
+        "offset",
+        "num_local",
+        "num_tokens",
+        "top_k",
+    ],
+    indices=["topk_ids", "topk_weights", "expert_map", "local_ids", "local_weights", "minima"],
+)
 def _remap_rows(
     topk_ids, topk_weights, expert_map, local_ids, local_weights, minima, id_stride_t, id_stride_k, weight_stride_t,
     weight_stride_k, map_size, offset, num_local, num_tokens, top_k, REUSE: tl.constexpr, ROWS: tl.constexpr,
@@ -49,7 +57,7 @@ def _remap_rows(
     tl.store(local_ids + out, tl.where(owned, local, filler), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+@kernel(sizes=["num_slots", "num_blocks"], indices=["local_ids", "minima"])
 def _fill_rows(local_ids, minima, num_slots, num_blocks, BLOCK: tl.constexpr):
     """Slots that are still -1 belong to rows without a local expert."""
     lowest = tl.zeros((BLOCK,), dtype=tl.int32) + NONE

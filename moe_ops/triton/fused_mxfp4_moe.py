@@ -32,7 +32,7 @@ def activation_of(op: str, activation: str, swiglu_limit: float | None, swiglu_a
 
 
 def pieces(num_tokens: int, bytes_per_token: int) -> list[slice]:
-    step = max(1, WORKSPACE_BYTES // max(1, bytes_per_token))
+    step = max(16, WORKSPACE_BYTES // max(1, bytes_per_token) // 16 * 16)  # pieces start at aligned addresses
     return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
 
 

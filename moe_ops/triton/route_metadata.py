@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.route_metadata import route_metadata as check_and_allocate
-from moe_ops.triton._launch import launch, refuse_hip
+from moe_ops.triton._launch import kernel, launch, refuse_hip
 
 BLOCK = 1024
 
@@ -25,7 +25,20 @@ def _expert_of(owner, place, ep_size, num_experts, local_experts):
     return owner * (local_experts - 1) + tl.minimum(owner, larger) + place, place < owned
 
 
-@triton.jit(do_not_specialize=["ep_size", "num_experts", "local_experts", "ep_rank", "source_stride", "expert_stride"])
+@kernel(
+    sizes=["ep_size", "num_experts", "local_experts", "ep_rank", "source_stride", "expert_stride"],
+    indices=[
+        "counts",
+        "dispatch_src",
+        "dispatch_dst",
+        "dispatch_size",
+        "combine_src",
+        "combine_dst",
+        "combine_size",
+        "group_ends",
+        "loads",
+    ],
+)
 def _route_metadata(
     counts, dispatch_src, dispatch_dst, dispatch_size, combine_src, combine_dst, combine_size, group_ends, loads,
     ep_size, num_experts, local_experts, ep_rank, source_stride, expert_stride, PULL: tl.constexpr, BLOCK: tl.constexpr,

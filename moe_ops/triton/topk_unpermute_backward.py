@@ -10,13 +10,25 @@ import triton
 import triton.language as tl
 
 from moe_ops.meta.topk_unpermute_backward import topk_unpermute_backward as check_and_allocate
-from moe_ops.triton._launch import INTERPRETED, as_float32, dense_rows, launch, refuse_hip, rounded, vector_width
+from moe_ops.triton._launch import (
+    INTERPRETED,
+    as_float32,
+    dense_rows,
+    kernel,
+    launch,
+    refuse_hip,
+    rounded,
+    vector_width,
+)
 
 BLOCK_COLUMNS = 2048
 ROWS_PER_PROGRAM = 32
 
 
-@triton.jit(do_not_specialize=["num_rows", "top_k", "units", "grad_stride_units", "row_stride_units"])
+@kernel(
+    sizes=["num_rows", "top_k", "units", "grad_stride_units", "row_stride_units"],
+    indices=["row_map", "weights", "grad_weights", "read"],
+)
 def _slot_gradients(
     grad_output, rows, row_map, weights, grad_rows, grad_weights, read, num_rows, top_k, units, grad_stride_units,
     row_stride_units, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EMULATED: tl.constexpr,
@@ -50,7 +62,7 @@ def _slot_gradients(
         tl.store(grad_weights + slot, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "units"])
+@kernel(sizes=["num_rows", "units"], indices=["read"])
 def _zero_unread(read, grad_rows, num_rows, units, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)

@@ -1,8 +1,8 @@
 // Global to local expert ids. A group of lanes owns a row of slots and finds its smallest local id by shuffles.
 //
-// Rows without a local expert need the smallest local id of the batch. A small batch is done by one block, which knows
-// that minimum itself; a large one leaves the minimum of each block, and a second kernel fills the rows that still miss
-// it.
+// Rows without a local expert need the smallest local id of the batch. A batch of one block's rows is finished by that
+// block, which knows the minimum itself; a larger one leaves the minimum of each block, and a second kernel fills the
+// rows that still miss it. The kernels are short: at decode sizes fetching instructions is most of their time.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -20,8 +20,7 @@ constexpr int kThreads = 1024;
 constexpr int kMaxWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int32_t kNone = 0x7fffffff;
-constexpr int64_t kOneBlockSlots = 4096;
-constexpr int64_t kMaxBlocks = 1024;
+constexpr int64_t kMaxFillBlocks = 1024;
 
 struct RemapArguments {
   const void* topk_ids;
@@ -66,76 +65,42 @@ __device__ __forceinline__ int32_t block_minimum(int32_t value, int32_t* shared)
   return value;
 }
 
-// Foreign slots get their row's minimum, or -1 where the row has no local expert; kWide: rows of more slots than a warp
-// has lanes.
+// Foreign slots get their row's minimum, or -1 where the row has no local expert. kWide: rows of more slots than a warp
+// has lanes, which go over a row twice.
 template <typename Id, bool kWide>
 __global__ void __launch_bounds__(kThreads) remap_rows(RemapArguments a) {
   __shared__ int32_t shared[kMaxWarps];
   release_successor();
-  constexpr int kBatch = kWide ? 1 : 4;  // rows of a group whose loads are in flight together
   const int lane = threadIdx.x % a.lanes;
-  const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / a.lanes;
-  const int64_t groups = static_cast<int64_t>(gridDim.x) * blockDim.x / a.lanes;
-  const int64_t rounds = (a.num_tokens + groups - 1) / groups;
-  const int passes = kWide ? (a.top_k + kWarp - 1) / kWarp : 1;
-  int32_t smallest = kNone;
-  bool incomplete = false;
-  for (int64_t round = 0; round < rounds; round += kBatch) {
-    int32_t local[kBatch], minimum[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) minimum[i] = kNone;
-    for (int pass = 0; pass < passes; ++pass) {
-      const int k = lane + pass * kWarp;
-      float weight[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t token = (round + i) * groups + group;
-        const bool inside = token < a.num_tokens && k < a.top_k;
-        local[i] = inside ? local_id<Id>(a, token, k) : -1;
-        weight[i] = inside ? a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]] : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t token = (round + i) * groups + group;
-        if (local[i] >= 0) minimum[i] = min(minimum[i], local[i]);
-        if (token < a.num_tokens && k < a.top_k) {
-          a.local_weights[token * a.top_k + k] = local[i] >= 0 ? weight[i] : 0.0f;
-          if (kWide) a.local_ids[token * a.top_k + k] = local[i];
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t token = (round + i) * groups + group;
-      for (int step = a.lanes / 2; step > 0; step /= 2) {
-        minimum[i] = min(minimum[i], __shfl_xor_sync(kAllLanes, minimum[i], step));
-      }
-      smallest = min(smallest, minimum[i]);
-      if (token >= a.num_tokens) continue;
-      incomplete |= minimum[i] == kNone;
-      const int32_t filler = a.reuse && minimum[i] != kNone ? minimum[i] : -1;
-      int32_t* ids = a.local_ids + token * a.top_k;
-      if (!kWide) {
-        if (lane < a.top_k) ids[lane] = local[i] >= 0 ? local[i] : filler;
-      } else {
-        for (int k = lane; k < a.top_k; k += kWarp) {
-          if (ids[k] < 0) ids[k] = filler;
-        }
-      }
+  const int64_t token = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / a.lanes;
+  const bool inside = token < a.num_tokens;
+  int32_t* ids = a.local_ids + token * a.top_k;
+  int32_t local = -1, minimum = kNone;
+#pragma unroll 1
+  for (int k = lane; inside && k < a.top_k; k += kWarp) {
+    local = local_id<Id>(a, token, k);
+    const float weight = local >= 0 ? a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]] : 0.0f;
+    a.local_weights[token * a.top_k + k] = weight;
+    if (local >= 0) minimum = min(minimum, local);
+    if (kWide) ids[k] = local;
+  }
+#pragma unroll 1
+  for (int step = a.lanes / 2; step > 0; step /= 2) {
+    minimum = min(minimum, __shfl_xor_sync(kAllLanes, minimum, step));
+  }
+  int32_t filler = a.reuse && minimum != kNone ? minimum : -1;
+  if (a.reuse) {
+    const int32_t smallest = block_minimum(minimum, shared);
+    if (gridDim.x > 1) {
+      if (threadIdx.x == 0) a.minima[blockIdx.x] = smallest;
+    } else if (minimum == kNone) {
+      filler = smallest == kNone ? 0 : smallest;
     }
   }
-  if (!a.reuse) return;
-  smallest = block_minimum(smallest, shared);
-  if (gridDim.x > 1) {
-    if (threadIdx.x == 0) a.minima[blockIdx.x] = smallest;
-    return;
-  }
-  if (!incomplete) return;
-  const int32_t filler = smallest == kNone ? 0 : smallest;
-  for (int64_t token = group; token < a.num_tokens; token += groups) {
-    for (int k = lane; k < a.top_k; k += a.lanes) {
-      if (a.local_ids[token * a.top_k + k] < 0) a.local_ids[token * a.top_k + k] = filler;
-    }
+#pragma unroll 1
+  for (int k = lane; inside && k < a.top_k; k += kWarp) {
+    if (kWide) local = ids[k];
+    ids[k] = local >= 0 ? local : filler;
   }
 }
 
@@ -160,24 +125,17 @@ __global__ void __launch_bounds__(kThreads) fill_rows(RemapArguments a, int64_t 
 
 template <typename Id, bool kWide>
 void remap(RemapArguments a, const Tensor& on) {
-  const int64_t slots = a.num_tokens * a.top_k;
-  const int64_t lanes_total = a.num_tokens * a.lanes;
+  const int64_t lanes = a.num_tokens * a.lanes;
   LaunchShape shape;
-  if (slots <= kOneBlockSlots) {
-    constexpr int kSmallestBlock = 128;
-    shape.threads = kSmallestBlock;
-    while (shape.threads < kThreads && shape.threads < lanes_total) shape.threads *= 2;
-    return launch(remap_rows<Id, kWide>, shape, on, a);
-  }
-  shape.threads = kThreads;
-  shape.blocks = std::min<int64_t>(kMaxBlocks, (lanes_total + kThreads - 1) / kThreads);
+  shape.threads = static_cast<int>(std::min<int64_t>(kThreads, (lanes + kWarp - 1) / kWarp * kWarp));
+  shape.blocks = (lanes + kThreads - 1) / kThreads;
+  if (shape.blocks == 1 || !a.reuse) return launch(remap_rows<Id, kWide>, shape, on, a);
   Tensor minima = torch::stable::new_empty(on, {shape.blocks}, torch::headeronly::ScalarType::Int);
   a.minima = static_cast<int32_t*>(minima.data_ptr());
   launch(remap_rows<Id, kWide>, shape, on, a);
-  if (!a.reuse) return;
   LaunchShape fill;
   fill.threads = kThreads;
-  fill.blocks = std::min<int64_t>(kMaxBlocks, (slots + kThreads - 1) / kThreads);
+  fill.blocks = std::min<int64_t>(kMaxFillBlocks, (a.num_tokens * a.top_k + kThreads - 1) / kThreads);
   fill.overlap = true;
   launch(fill_rows, fill, on, a, shape.blocks);
 }

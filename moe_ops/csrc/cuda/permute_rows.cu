@@ -1,8 +1,9 @@
-// Copies token rows to their places in the permuted buffer: each source row is read once and written top_k times.
+// Copies token rows to their places in the permuted buffer: each source row is read once and written top_k times. Slots
+// without an expert are zero rows.
 //
-// Hopper and later: one warp per block drives the bulk copy engine. Rows are loaded into a ring in shared memory; each
-// lane then stores the row to one slot's place. Slots without an expert are zero rows, stored from a zeroed buffer.
-// Elsewhere, and for rows that are no multiple of 16 bytes, threads copy vectors.
+// The kernel starts while the map is still computed. Until the map is there, its first blocks read their rows, and draw
+// a part of the others into the L2 cache, so that later the memory has little to do but to write. Stores are streaming:
+// they must not drive the rows out again.
 
 #include <torch/csrc/stable/library.h>
 
@@ -14,7 +15,10 @@
 namespace moe_ops::cuda {
 namespace {
 
-constexpr int kWarp = 32;
+constexpr int kCopyThreads = 256;
+constexpr int64_t kPrefetchBytes =
+    24 << 20;                           // of rows in all: what memory delivers while a map is made; fits every L2 here
+constexpr int64_t kPrefetchBlocks = 8;  // of a multiprocessor, which are there before the map is
 
 struct CopyArguments {
   const uint8_t* source;     // [T] rows, source_stride bytes apart
@@ -25,183 +29,74 @@ struct CopyArguments {
   int64_t num_tokens;
   int64_t top_k;
   int64_t num_rows;
-  int64_t chunk_bytes;  // a work item is one chunk of one token's row, or of one row past the last slot
-  int64_t chunks;
+  int64_t chunks;          // a block copies one chunk of one token's row, or zeroes that of one row past the last slot
+  int64_t prefetch_bytes;  // of one block, from prefetch_start + blockIdx.x times that on; 0: none
+  int64_t prefetch_start;
+  int64_t prefetch_end;
 };
 
-// ---------------------------------------------------------------------------------------------- bulk copies, sm_90
+template <typename Vector>
+__device__ __forceinline__ void store_streaming(uint8_t* to, Vector value) {
+  if constexpr (sizeof(Vector) >= sizeof(uint32_t)) {
+    __stcs(reinterpret_cast<Vector*>(to), value);
+  } else {
+    *reinterpret_cast<Vector*>(to) = value;
+  }
+}
 
+__device__ __forceinline__ void prefetch_l2(const uint8_t* from, int64_t bytes) {
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(bytes)
-               : "memory");
-}
-#endif
-
-constexpr int kBarrierBytes = 128;
-
-template <int kStages>
-__global__ void __launch_bounds__(kWarp) copy_rows_bulk(CopyArguments a) {
-#if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kLag = kStages / 2;  // stages whose stores may still be reading
-  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
-  uint8_t* zeros = shared + kBarrierBytes;
-  uint8_t* ring = zeros + a.chunk_bytes;
-  const int lane = threadIdx.x;
-  const int64_t token_items = a.num_tokens * a.chunks;
-  const int64_t count = blockIdx.x < token_items ? (token_items - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-
-  if (lane == 0) {
-    for (int stage = 0; stage < kStages; ++stage) barrier_init(&full[stage]);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  for (int64_t i = lane * 16; i < a.chunk_bytes; i += kWarp * 16)
-    *reinterpret_cast<uint4*>(zeros + i) = uint4{0, 0, 0, 0};
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncwarp();
-
-  const auto load = [&](int64_t n) {
-    const int64_t item = blockIdx.x + n * gridDim.x;
-    const int64_t token = item / a.chunks, offset = (item - token * a.chunks) * a.chunk_bytes;
-    const int stage = static_cast<int>(n % kStages);
-    bulk_load(ring + stage * a.chunk_bytes, a.source + token * a.source_stride + offset,
-              static_cast<uint32_t>(min(a.chunk_bytes, a.row_bytes - offset)), &full[stage]);
-  };
-  if (lane == 0) {
-    for (int64_t n = 0; n < min(count, static_cast<int64_t>(kStages)); ++n) load(n);
-  }
-  wait_for_predecessor();  // source is older than the map; placement is the map
-
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t item = blockIdx.x + n * gridDim.x;
-    const int64_t token = item / a.chunks, offset = (item - token * a.chunks) * a.chunk_bytes;
-    const uint32_t bytes = static_cast<uint32_t>(min(a.chunk_bytes, a.row_bytes - offset));
-    const int stage = static_cast<int>(n % kStages);
-    int32_t place = lane < a.top_k ? a.placement[token * a.top_k + lane] : 0;
-    barrier_wait(&full[stage], static_cast<uint32_t>(n / kStages) & 1);
-    for (int64_t k = lane; k < a.top_k; k += kWarp) {
-      if (k >= kWarp) place = a.placement[token * a.top_k + k];
-      const int64_t row = place >= 0 ? place : ~place;
-      if (row < a.num_rows) {
-        bulk_store(a.out + row * a.row_bytes + offset, place >= 0 ? ring + stage * a.chunk_bytes : zeros, bytes);
-      }
-    }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    const int64_t refill = n - kLag;
-    if (refill >= 0 && refill + kStages < count) {
-      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLag) : "memory");
-      __syncwarp();
-      if (lane == 0) load(refill + kStages);
-    }
-  }
-  // Rows past the last slot, where the buffer has more rows than there are slots.
-  const int64_t slots = a.num_tokens * a.top_k;
-  const int64_t tail_items = (a.num_rows - slots) * a.chunks;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kWarp + lane; item < tail_items;
-       item += static_cast<int64_t>(gridDim.x) * kWarp) {
-    const int64_t row = item / a.chunks, offset = (item - row * a.chunks) * a.chunk_bytes;
-    bulk_store(a.out + (slots + row) * a.row_bytes + offset, zeros,
-               static_cast<uint32_t>(min(a.chunk_bytes, a.row_bytes - offset)));
-  }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(bytes)) : "memory");
 #endif
 }
-
-// ---------------------------------------------------------------------------------------------- vectors, any device
-
-constexpr int kCopyThreads = 256;
 
 template <typename Vector>
-__global__ void __launch_bounds__(kCopyThreads) copy_rows_vector(CopyArguments a) {
-  wait_for_predecessor();
+__global__ void __launch_bounds__(kCopyThreads) copy_rows(CopyArguments a) {
   constexpr int64_t kWidth = sizeof(Vector);
-  const int64_t items = (a.num_tokens + max(int64_t{0}, a.num_rows - a.num_tokens * a.top_k)) * a.chunks;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t token = item / a.chunks, start = (item - token * a.chunks) * a.chunk_bytes;
-    const int64_t offset = start + threadIdx.x * kWidth;
-    if (offset >= a.row_bytes || offset >= start + a.chunk_bytes) continue;
-    if (token >= a.num_tokens) {
-      const int64_t row = a.num_tokens * a.top_k + token - a.num_tokens;
-      *reinterpret_cast<Vector*>(a.out + row * a.row_bytes + offset) = Vector{};
-      continue;
-    }
-    const Vector value = *reinterpret_cast<const Vector*>(a.source + token * a.source_stride + offset);
-    const int32_t* places = a.placement + token * a.top_k;
+  const int64_t token = blockIdx.x / a.chunks;
+  const int64_t offset = ((blockIdx.x - token * a.chunks) * kCopyThreads + threadIdx.x) * kWidth;
+  if (a.prefetch_bytes > 0 && threadIdx.x == 0) {
+    const int64_t start = a.prefetch_start + blockIdx.x * a.prefetch_bytes;
+    const int64_t bytes = min(a.prefetch_bytes, a.prefetch_end - start);
+    if (bytes > 0) prefetch_l2(a.source + start, bytes);
+  }
+  const bool inside = offset < a.row_bytes, routed_token = token < a.num_tokens;
+  Vector value = {};
+  if (inside && routed_token) value = *reinterpret_cast<const Vector*>(a.source + token * a.source_stride + offset);
+  wait_for_predecessor();  // the source is older than the map, placement is the map
+  if (!inside) return;
+  if (!routed_token) {
+    const int64_t row = a.num_tokens * a.top_k + token - a.num_tokens;
+    store_streaming(a.out + row * a.row_bytes + offset, value);
+    return;
+  }
+  const int32_t* places = a.placement + token * a.top_k;
 #pragma unroll 4
-    for (int64_t k = 0; k < a.top_k; ++k) {
-      const int32_t place = places[k];
-      const int64_t row = place >= 0 ? place : ~place;
-      if (row < a.num_rows)
-        *reinterpret_cast<Vector*>(a.out + row * a.row_bytes + offset) = place >= 0 ? value : Vector{};
-    }
+  for (int64_t k = 0; k < a.top_k; ++k) {
+    const int32_t place = places[k];
+    const int64_t row = place >= 0 ? place : ~place;
+    if (row < a.num_rows) store_streaming(a.out + row * a.row_bytes + offset, place >= 0 ? value : Vector{});
   }
 }
 
 template <typename Vector>
-void copy_vectors(CopyArguments a, int multiprocessors, const Tensor& on) {
-  a.chunk_bytes = kCopyThreads * sizeof(Vector);
-  a.chunks = (a.row_bytes + a.chunk_bytes - 1) / a.chunk_bytes;
-  const int64_t items = (a.num_tokens + std::max<int64_t>(0, a.num_rows - a.num_tokens * a.top_k)) * a.chunks;
+void copy(CopyArguments a, const Tensor& on) {
+  constexpr int64_t kChunk = kCopyThreads * sizeof(Vector);
+  a.chunks = (a.row_bytes + kChunk - 1) / kChunk;
+  const DeviceTraits traits = device_traits(on);
   LaunchShape shape;
   shape.threads = kCopyThreads;
-  constexpr int64_t kWaves = 1 << 16;
-  shape.blocks = std::min<int64_t>(items, static_cast<int64_t>(multiprocessors) * kWaves);
+  shape.blocks = (a.num_tokens + std::max<int64_t>(0, a.num_rows - a.num_tokens * a.top_k)) * a.chunks;
   shape.overlap = true;
-  if (items > 0) launch(copy_rows_vector<Vector>, shape, on, a);
-}
-
-template <int kStages>
-void copy_bulk(CopyArguments a, const DeviceTraits& traits, const Tensor& on) {
-  // Large chunks make long runs in device memory; small batches are cut finer so that every multiprocessor has work.
-  constexpr int64_t kLargestChunk = 16 << 10, kSmallestChunk = 2 << 10, kBlocksPerMultiprocessor = 2;
-  int64_t chunk = std::min(a.row_bytes, kLargestChunk);
-  while (chunk > kSmallestChunk &&
-         std::max(a.num_tokens, a.num_rows - a.num_tokens * a.top_k) * ((a.row_bytes + chunk - 1) / chunk) <
-             traits.multiprocessors) {
-    chunk /= 2;
+  // The first blocks read the rows in front of prefetch_start themselves.
+  const int64_t early = kPrefetchBlocks * traits.multiprocessors;
+  a.prefetch_start = early / a.chunks * a.row_bytes;
+  a.prefetch_end = std::min(a.num_tokens * a.row_bytes, a.prefetch_start + kPrefetchBytes);
+  const bool dense = a.source_stride == a.row_bytes && sizeof(Vector) == 16;
+  if (traits.hopper && dense && a.prefetch_end > a.prefetch_start) {
+    a.prefetch_bytes = ((a.prefetch_end - a.prefetch_start + early - 1) / early + 15) / 16 * 16;
   }
-  const int64_t pieces = (a.row_bytes + chunk - 1) / chunk;
-  a.chunk_bytes = ((a.row_bytes + pieces - 1) / pieces + 15) / 16 * 16;
-  a.chunks = (a.row_bytes + a.chunk_bytes - 1) / a.chunk_bytes;
-  const int64_t tail = std::max<int64_t>(0, a.num_rows - a.num_tokens * a.top_k);
-  const int64_t items = std::max(a.num_tokens * a.chunks, (tail * a.chunks + kWarp - 1) / kWarp);
-  LaunchShape shape;
-  shape.threads = kWarp;
-  shape.blocks = std::min<int64_t>(items, traits.multiprocessors * kBlocksPerMultiprocessor);
-  shape.shared_bytes = kBarrierBytes + (kStages + 1) * a.chunk_bytes;
-  shape.overlap = true;
-  if (items > 0) launch(copy_rows_bulk<kStages>, shape, on, a);
+  if (shape.blocks > 0) launch(copy_rows<Vector>, shape, on, a);
 }
 
 bool aligned(const CopyArguments& a, int64_t bytes) {
@@ -223,13 +118,9 @@ void permute_rows(const Tensor& hidden_states, const Tensor& placement, Tensor o
   a.top_k = placement.size(1);
   a.num_rows = out.size(0);
   if (a.num_rows == 0 || a.row_bytes == 0) return;
-  const DeviceTraits traits = device_traits(hidden_states);
-  if (aligned(a, 16)) {
-    if (traits.hopper) return copy_bulk<6>(a, traits, hidden_states);
-    return copy_vectors<uint4>(a, traits.multiprocessors, hidden_states);
-  }
-  if (aligned(a, 4)) return copy_vectors<uint32_t>(a, traits.multiprocessors, hidden_states);
-  copy_vectors<uint16_t>(a, traits.multiprocessors, hidden_states);
+  if (aligned(a, sizeof(uint4))) return copy<uint4>(a, hidden_states);
+  if (aligned(a, sizeof(uint32_t))) return copy<uint32_t>(a, hidden_states);
+  copy<uint16_t>(a, hidden_states);
 }
 
 }  // namespace
