@@ -78,7 +78,9 @@ def round_trip(seed: int, tokens: list[int], num_experts: int, top_k: int, skew:
     counts = [oracle.histogram(ids, num_experts) for ids in all_ids]
     rank = spec.ep_rank
     workspace = Workspace() if use_workspace or spec.mode == "pull" else None
-    with torch.no_grad():
+    # Every other seed takes the path of large expansions: into the workspace, after agreement.
+    limit = 0 if seed % 4 < 2 else route_module.PULL_STAGING_LIMIT
+    with torch.no_grad(), mock.patch.object(route_module, "PULL_STAGING_LIMIT", limit):
         if workspace is not None:
             workspace.claim("test")
         route = prepare(all_ids[rank], spec, workspace=workspace)
@@ -133,6 +135,8 @@ def refused(tokens: list[int], changes: list[dict[str, Any]], spec_options: dict
     counts = change.pop("counts", None)
     workspace = Workspace()
     workspace.claim("test")
+    workspace.grow(512, 512, top_k=2, hidden_size=HIDDEN, dtype=torch.float32)
+    regions = [workspace.view(name, 512, HIDDEN, torch.float32).fill_(7.0) for name in ("source", "receive", "combine")]
     hidden_states = rows_of(rank, ids.shape[0])
     if change.pop("bad_ids", False):
         ids = ids.float()
@@ -151,11 +155,12 @@ def refused(tokens: list[int], changes: list[dict[str, Any]], spec_options: dict
                 prepare_workspace=lambda plan, maximum: called.append((plan, maximum)),
             )
     except (RuntimeError, ValueError) as error:
-        return type(error).__name__, str(error), not called and workspace.generation == 0
+        untouched = not called and all(bool((region == 7.0).all()) for region in regions)
+        return type(error).__name__, str(error), untouched
     return "none", "", False
 
 
-def events(mode: str, options: dict[str, Any]) -> list[str]:
+def events(mode: str, options: dict[str, Any], staging_limit: int = route_module.PULL_STAGING_LIMIT) -> list[str]:
     """The order of reuse, gather, permutation and wait."""
     log: list[str] = []
     workspace = Workspace()
@@ -170,6 +175,7 @@ def events(mode: str, options: dict[str, Any]) -> list[str]:
         return wrapper
 
     with (
+        mock.patch.object(route_module, "PULL_STAGING_LIMIT", staging_limit),
         mock.patch.object(workspace, "wait_reuse", logged("reuse", workspace.wait_reuse)),
         mock.patch.object(workspace, "grow", logged("grow", workspace.grow)),
         mock.patch.object(route_module, "_start_gather", logged("gather", route_module._start_gather)),

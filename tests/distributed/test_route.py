@@ -170,6 +170,8 @@ def test_the_gather_is_in_flight_during_the_permutation(pair: Cluster) -> None:
     assert pair.run(cases.events, "push", {}) == [["reuse", "gather", "permute", "wait", "grow"]] * 2
     assert pair.run(cases.events, "push", {"max_local_tokens": 4})[0] == ["reuse", "gather", "permute", "wait", "grow"]
     assert pair.run(cases.events, "pull", {}) == [["gather", "permute", "wait", "grow"]] * 2
+    # Too large to be staged: straight into the workspace, after the agreement.
+    assert pair.run(cases.events, "pull", {}, 0) == [["gather", "wait", "grow", "place"]] * 2
 
 
 def test_trusted_counts_are_used_as_given_and_not_aliased(pair: Cluster) -> None:
