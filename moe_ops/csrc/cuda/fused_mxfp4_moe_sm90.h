@@ -1,0 +1,50 @@
+// The sm_90a kernels of fused_mxfp4_moe: plain C++ structures, no torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moe_ops::sm90 {
+
+enum class OutType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// One routed-experts call. Weights are in layout sm90_v1 (see moe_ops/cuda/layout.py), everything is on one device.
+struct Problem {
+  const void* hidden_states;  // [T, H] bf16 or fp16, 16-byte aligned
+  int64_t hidden_stride;      // elements between rows, a multiple of 8
+  bool hidden_is_fp16;
+  const void* topk_ids;       // contiguous [T, K]
+  bool ids_are_int64;
+  const float* topk_weights;  // contiguous [T, K]
+  const int32_t* expert_map;  // nullable: global id -> local id
+  int64_t expert_map_size;
+  int num_tokens, top_k, num_experts, hidden_size, intermediate_size;
+  const uint8_t *w13, *w13_scale, *w2, *w2_scale;
+  const float *w13_bias, *w2_bias;  // nullable; rows of w13_bias: gate row c is gate_offset + c * row_step
+  int gate_offset, up_offset, row_step;
+  bool oai;  // swiglu_oai: alpha and up + 1
+  float limit;  // infinity: none
+  float alpha;
+  void* output;  // contiguous [T, H]
+  OutType output_type;
+};
+
+// Decode: one persistent cooperative kernel for at most kDecodeSlots routed slots and kDecodeMaxExperts experts.
+constexpr int kDecodeSlots = 512;
+constexpr int kDecodeMaxExperts = 6144;
+constexpr int kDecodeCounters = 4;
+struct DecodeScratch {
+  float* gate_up;      // decode_gate_up_floats(): partial sums of the first matrix
+  float* down;         // decode_down_floats(): partial sums of the second one
+  unsigned* counters;  // kDecodeCounters words, zero before the first call; every call leaves them zero
+  bool one_order;      // the same bits for a row in every batch
+};
+size_t decode_gate_up_floats(const Problem& problem, bool one_order);
+size_t decode_down_floats(const Problem& problem, bool one_order);
+// False where an activation row does not fit in shared memory.
+bool decode_supports(const Problem& problem);
+cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
+
+}  // namespace moe_ops::sm90
