@@ -5,7 +5,7 @@ kernels, autograd rules. None of the backends is needed to import it; what is mi
 info`.
 """
 
-from moe_ops import _register, autograd
+from moe_ops import _register, autograd, cuda
 from moe_ops._version import __version__
 
 _register.define()
@@ -39,6 +39,7 @@ __all__ = [
     "__version__",
     "cpu_moe_submit",
     "cpu_moe_sync",
+    "cuda",
     "ep_remap",
     "fused_mxfp4_moe",
     "fused_mxfp4_moe_out",

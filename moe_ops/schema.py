@@ -177,6 +177,19 @@ OPS: tuple[Op, ...] = (
         "(Tensor hidden_states, Tensor placement, Tensor(a!) out) -> ()",
         {"CUDA": "csrc/cuda/permute_rows.cu"},
     ),
+    # Hopper: what fused_mxfp4_moe calls for weight_layout "sm90_v1", and its kernels.
+    Op(
+        "_fused_mxfp4_moe_sm90",
+        f"({_MOE_TENSORS}, *, {_MOE_OPTIONS}, bool batch_invariant=False, str weight_layout='sm90_v1', Tensor(a!) out)"
+        " -> ()",
+        {"CUDA": "cuda/_fused_mxfp4_moe_sm90.py"},
+    ),
+    Op(
+        "_sm90_decode",
+        f"({_MOE_TENSORS}, Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, int[] row_places, bool oai,"
+        " float limit, float alpha, bool one_order, Tensor(a!) out) -> ()",
+        {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
+    ),
     Op(
         "_ep_remap",
         "(Tensor topk_ids, Tensor topk_weights, SymInt expert_offset, SymInt num_local_experts, Tensor? expert_map,"

@@ -15,7 +15,7 @@ struct Problem {
   const void* hidden_states;  // [T, H] bf16 or fp16, 16-byte aligned
   int64_t hidden_stride;      // elements between rows, a multiple of 8
   bool hidden_is_fp16;
-  const void* topk_ids;       // contiguous [T, K]
+  const void* topk_ids;  // contiguous [T, K]
   bool ids_are_int64;
   const float* topk_weights;  // contiguous [T, K]
   const int32_t* expert_map;  // nullable: global id -> local id
@@ -24,7 +24,7 @@ struct Problem {
   const uint8_t *w13, *w13_scale, *w2, *w2_scale;
   const float *w13_bias, *w2_bias;  // nullable; rows of w13_bias: gate row c is gate_offset + c * row_step
   int gate_offset, up_offset, row_step;
-  bool oai;  // swiglu_oai: alpha and up + 1
+  bool oai;     // swiglu_oai: alpha and up + 1
   float limit;  // infinity: none
   float alpha;
   void* output;  // contiguous [T, H]

@@ -1,0 +1,125 @@
+// The op behind moe_ops/cuda/_fused_mxfp4_moe_sm90.py: fills the kernels' structures; arguments are checked there.
+#include "fused_mxfp4_moe_sm90.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "launch.h"
+
+namespace moe_ops::cuda {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// Words that are zero between calls. Calls that may run at the same time need their own: one set per stream, and for
+// captured calls one per graph and stream, zeroed by the graph itself whenever it is replayed.
+unsigned* counters(const Tensor& on, cudaStream_t stream) {
+  struct Entry {
+    unsigned long long capture;
+    Tensor words;
+  };
+  static std::mutex mutex;
+  // Never destroyed: tensors must not outlive the allocator at exit.
+  static auto& entries = *new std::map<std::pair<int, cudaStream_t>, Entry>;
+  static auto& captured = *new std::map<std::pair<int, cudaStream_t>, Entry>;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  const std::lock_guard<std::mutex> lock(mutex);
+  const bool capturing = status == cudaStreamCaptureStatusActive;
+  auto& table = capturing ? captured : entries;
+  const std::pair<int, cudaStream_t> key{on.get_device_index(), stream};
+  const auto found = table.find(key);
+  if (found != table.end() && (!capturing || found->second.capture == capture))
+    return static_cast<unsigned*>(found->second.words.data_ptr());
+  Tensor words = torch::stable::new_empty(on, {sm90::kDecodeCounters}, ScalarType::Int);
+  STD_CUDA_CHECK(cudaMemsetAsync(words.data_ptr(), 0, sm90::kDecodeCounters * sizeof(unsigned), stream));
+  unsigned* result = static_cast<unsigned*>(words.data_ptr());
+  table.insert_or_assign(key, Entry{capture, words});
+  return result;
+}
+
+const float* float_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
+}
+
+sm90::OutType out_type(const Tensor& out) {
+  switch (out.scalar_type()) {
+    case ScalarType::Float:
+      return sm90::OutType::kFloat32;
+    case ScalarType::BFloat16:
+      return sm90::OutType::kBFloat16;
+    default:
+      return sm90::OutType::kFloat16;
+  }
+}
+
+// row_places: of the checkpoint's w13 rows, as they index w13_bias: first gate row, first up row, step. limit: infinity
+// for none. `oai`: the activation multiplies by up + 1. one_order: sums in the same order for every batch.
+sm90::Problem problem_of(const Tensor& hidden_states, const Tensor& topk_ids, const Tensor& topk_weights,
+                         const Tensor& w13, const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale,
+                         const std::optional<Tensor>& w13_bias, const std::optional<Tensor>& w2_bias,
+                         const std::optional<Tensor>& expert_map, const std::vector<int64_t>& row_places, bool oai,
+                         double limit, double alpha, const Tensor& out) {
+  sm90::Problem q{};
+  q.hidden_states = hidden_states.const_data_ptr();
+  q.hidden_stride = hidden_states.stride(0);
+  q.hidden_is_fp16 = hidden_states.scalar_type() == ScalarType::Half;
+  q.topk_ids = topk_ids.const_data_ptr();
+  q.ids_are_int64 = topk_ids.scalar_type() == ScalarType::Long;
+  q.topk_weights = static_cast<const float*>(topk_weights.const_data_ptr());
+  if (expert_map.has_value()) {
+    q.expert_map = static_cast<const int32_t*>(expert_map->const_data_ptr());
+    q.expert_map_size = expert_map->numel();
+  }
+  q.num_tokens = static_cast<int>(hidden_states.size(0));
+  q.top_k = static_cast<int>(topk_ids.size(1));
+  q.num_experts = static_cast<int>(w13.size(0));
+  q.hidden_size = static_cast<int>(hidden_states.size(1));
+  q.intermediate_size = static_cast<int>(w13.size(1) * 8);
+  q.w13 = static_cast<const uint8_t*>(w13.const_data_ptr());
+  q.w13_scale = static_cast<const uint8_t*>(w13_scale.const_data_ptr());
+  q.w2 = static_cast<const uint8_t*>(w2.const_data_ptr());
+  q.w2_scale = static_cast<const uint8_t*>(w2_scale.const_data_ptr());
+  q.w13_bias = float_or_null(w13_bias);
+  q.w2_bias = float_or_null(w2_bias);
+  q.gate_offset = static_cast<int>(row_places.at(0));
+  q.up_offset = static_cast<int>(row_places.at(1));
+  q.row_step = static_cast<int>(row_places.at(2));
+  q.oai = oai;
+  q.limit = static_cast<float>(limit);
+  q.alpha = static_cast<float>(alpha);
+  q.output = out.data_ptr();
+  q.output_type = out_type(out);
+  return q;
+}
+
+void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+                 const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale, std::optional<Tensor> w13_bias,
+                 std::optional<Tensor> w2_bias, std::optional<Tensor> expert_map, std::vector<int64_t> row_places,
+                 bool oai, double limit, double alpha, bool one_order, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
+  const sm90::Problem q = problem_of(hidden_states, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, w13_bias,
+                                     w2_bias, expert_map, row_places, oai, limit, alpha, out);
+  if (!sm90::decode_supports(q)) throw std::runtime_error("_sm90_decode: too many slots or experts");
+  cudaStream_t stream = current_stream(hidden_states);
+  const int64_t first = static_cast<int64_t>(sm90::decode_gate_up_floats(q, one_order));
+  const int64_t second = static_cast<int64_t>(sm90::decode_down_floats(q, one_order));
+  Tensor sums = torch::stable::new_empty(hidden_states, {first + second}, ScalarType::Float);
+  float* base = static_cast<float*>(sums.data_ptr());
+  const sm90::DecodeScratch scratch{base, base + first, counters(hidden_states, stream), one_order};
+  STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
+}
+
+}  // namespace
+}  // namespace moe_ops::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ops, CUDA, m) { m.impl("_sm90_decode", TORCH_BOX(&moe_ops::cuda::sm90_decode)); }

@@ -1,0 +1,197 @@
+// Structures of the decode kernel, and how every block finds out what it has to do. See sm90_decode.cu.
+#pragma once
+
+#include "sm90_common.cuh"
+
+namespace moe_ops::sm90 {
+namespace {
+
+constexpr int kWarps = 12, kHelperWarps = 4;
+constexpr int kConsumers = kWarps * 32, kHelpers = kHelperWarps * 32, kThreads = kConsumers + kHelpers;
+constexpr int kTileTokens = 8;
+constexpr int kStageBlocks = 4;  // blocks that arrive together
+constexpr int kMaxStages = 8;    // of one warp
+constexpr int kTileSlots = 4;    // tiles whose activations may be in shared memory
+constexpr int kBlockBytes = 1024, kBlockScales = 64, kStageBytes = kStageBlocks * (kBlockBytes + kBlockScales);
+constexpr int kSharedLimit = 232448;
+
+struct Phase {
+  const uint8_t *codes, *scales;
+  int64_t expert_codes, expert_scales;  // bytes of one expert
+  int strip_codes, strip_scales;        // bytes of one strip
+  int units;                            // of one tile
+  int parts_log2, part_blocks;
+  int k, full_blocks, blocks, tail_words;  // tail_words: 32-k groups of the last, partial block
+  int row_bytes, rows;                     // activations of a token in shared memory, and room for how many
+};
+
+struct Params {
+  Problem problem;
+  Phase phase[2];
+  float *gate_up, *down;
+  unsigned* counters;
+  int stages, tile_tokens;
+  bool one_order;  // the same order of sums for every number of tokens
+};
+
+struct alignas(128) Shared {
+  uint64_t arrived[kWarps][kMaxStages];  // weights
+  uint64_t tile_ready[kTileSlots], tile_done[kTileSlots];
+  uint64_t first_ready[2];  // the first tile of a phase, which all warps load
+  uint64_t phase_done, next_phase;
+  int tile_row[kTileSlots];
+  int tiles;
+  uint32_t bound[4];             // this block's units: first and end of both phases
+  uint32_t cost[kDecodeSlots];   // of the tiles before
+  float weight[kDecodeSlots];    // 0: the slot takes no part
+  uint2 tile[kDecodeSlots];      // x: expert | tokens << 24, y: first place in `order`
+  uint16_t order[kDecodeSlots];  // slots by expert
+  uint16_t expert[kDecodeSlots];
+  alignas(16) uint8_t zero[16];
+};
+
+// What a unit of a tile takes, roughly: more tokens mean more instructions.
+MOE_OPS_DEVICE uint32_t cost_of(uint2 tile) {
+  const int tokens = tile.x >> 24;
+  return tokens <= 2 ? 16 : tokens <= 4 ? 17 : 19;
+}
+
+// One warp: this block's share of both phases, consecutive units of the same cost as every other block's.
+__device__ void divide(const Params& p, Shared& s, int lane) {
+  const int tiles = s.tiles;
+  uint32_t before = 0;
+  for (int base = 0; base < tiles; base += 32) {
+    const int i = base + lane;
+    const uint32_t mine = i < tiles ? cost_of(s.tile[i]) : 0;
+    uint32_t sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (i < tiles) s.cost[i] = before + sum - mine;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  __syncwarp();
+  if (lane < 4) {
+    const uint32_t units = p.phase[lane >> 1].units, edge = blockIdx.x + (lane & 1);
+    if (before == 16 * tiles) {
+      s.bound[lane] = tiles * units * edge / gridDim.x;
+      return;
+    }
+    const uint64_t target = static_cast<uint64_t>(before) * units * edge / gridDim.x;
+    uint32_t at = tiles * units;
+    if (edge < gridDim.x && tiles > 0) {
+      int low = 0, high = tiles - 1;  // the last tile that begins at or before the target
+      while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (static_cast<uint64_t>(s.cost[middle]) * units <= target)
+          low = middle;
+        else
+          high = middle - 1;
+      }
+      const uint32_t inside = static_cast<uint32_t>(target - static_cast<uint64_t>(s.cost[low]) * units);
+      at = low * units + inside / cost_of(s.tile[low]);
+    }
+    s.bound[lane] = at;
+  }
+}
+
+// The routing of the batch, by every block for itself; the same in every block.
+__device__ void route(const Params& p, Shared& s, int* scratch) {
+  const Problem& q = p.problem;
+  const int slots = q.num_tokens * q.top_k;
+  const int tid = threadIdx.x, lane = tid & 31;
+  int* count = scratch;                    // [num_experts], then first places
+  int* entry = count + kDecodeMaxExperts;  // [slots]: expert, then expert | rank << 16
+  const int most = p.tile_tokens;
+  const bool small = slots <= 32;
+  if (!small)
+    for (int i = tid; i < q.num_experts; i += kThreads) count[i] = 0;
+  for (int i = tid; i < slots; i += kThreads) {
+    int64_t id = q.ids_are_int64 ? static_cast<const int64_t*>(q.topk_ids)[i] : static_cast<const int*>(q.topk_ids)[i];
+    const float w = q.topk_weights[i];
+    if (q.expert_map != nullptr) id = id >= 0 && id < q.expert_map_size ? q.expert_map[id] : -1;
+    const bool valid = id >= 0 && id < q.num_experts && w != 0.0f;
+    entry[i] = valid ? static_cast<int>(id) : -1;
+    s.expert[i] = static_cast<uint16_t>(id);
+    s.weight[i] = valid ? w : 0.0f;
+  }
+  __syncthreads();
+  if (tid < 32) {
+    const unsigned below = (1u << lane) - 1;
+    auto scan = [&](int value) {
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, value, d);
+        if (lane >= d) value += other;
+      }
+      return value;
+    };
+    auto add_tiles = [&](int expert, int n, int first, int tile) {
+      for (int j = 0; j < n; j += most) s.tile[tile++] = make_uint2(expert | min(most, n - j) << 24, first + j);
+    };
+    if (small) {
+      const int expert = lane < slots ? entry[lane] : -1;
+      const unsigned same = __match_any_sync(~0u, expert);
+      const int rank = __popc(same & below), n = __popc(same);
+      const int mine = expert >= 0 && rank == 0 ? n | (n + most - 1) / most << 16 : 0;
+      const int sum = scan(mine), before = sum - mine;
+      const int first = __shfl_sync(~0u, before & 0xFFFF, __ffs(same) - 1);
+      if (expert >= 0) s.order[first + rank] = static_cast<uint16_t>(lane);
+      if (mine != 0) add_tiles(expert, n, first, before >> 16);
+      if (lane == 31) s.tiles = sum >> 16;
+    } else {
+      for (int base = 0; base < slots; base += 32) {
+        const int i = base + lane;
+        const int expert = i < slots ? entry[i] : -1;
+        const unsigned same = __match_any_sync(~0u, expert);
+        const int rank = __popc(same & below);
+        const int before = expert >= 0 ? count[expert] : 0;
+        __syncwarp();
+        if (expert >= 0) {
+          if (rank == 0) count[expert] = before + __popc(same);
+          entry[i] = expert | (before + rank) << 16;
+        }
+        __syncwarp();
+      }
+      const int each = (q.num_experts + 31) / 32;
+      const int e0 = min(lane * each, q.num_experts), e1 = min(e0 + each, q.num_experts);
+      int mine = 0;
+#pragma unroll 4
+      for (int e = e0; e < e1; ++e) mine += count[e] | (count[e] + most - 1) / most << 16;
+      const int sum = scan(mine);
+      if (lane == 31) s.tiles = sum >> 16;
+      int first = (sum - mine) & 0xFFFF, tile = (sum - mine) >> 16;
+      for (int e = e0; e < e1; ++e) {
+        const int n = count[e];
+        count[e] = first;
+        if (n > 0) add_tiles(e, n, first, tile);
+        first += n;
+        tile += (n + most - 1) / most;
+      }
+    }
+    __syncwarp();
+    divide(p, s, lane);
+  }
+  __syncthreads();
+  if (!small) {
+    for (int i = tid; i < slots; i += kThreads) {
+      const int e = entry[i];
+      if (e >= 0) s.order[count[e & 0xFFFF] + (e >> 16)] = static_cast<uint16_t>(i);
+    }
+    __syncthreads();
+  }
+}
+
+struct Range {
+  uint32_t begin, end;  // tile * units + unit
+};
+MOE_OPS_DEVICE Range range_of(const Shared& s, int which) { return {s.bound[2 * which], s.bound[2 * which + 1]}; }
+template <class T>
+MOE_OPS_DEVICE T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
+}  // namespace
+}  // namespace moe_ops::sm90

@@ -1,0 +1,85 @@
+"""fused_mxfp4_moe on Hopper, for weights in layout "sm90_v1"."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moe_ops._errors import require
+from moe_ops.cuda.prepare import LAYOUT
+from moe_ops.meta.fused_mxfp4_moe import resolve_activation
+
+# Limits of the decode kernel: it takes at most this many slots, and is the fastest up to this many tokens.
+DECODE_SLOTS = 512
+DECODE_TOKENS = 64
+
+
+def _float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(torch.float32).contiguous()
+
+
+def _aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows that 16-byte loads can read."""
+    aligned = tensor.stride(-1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+    return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _fused_mxfp4_moe_sm90(
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    w13_layout: str,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    weight_layout: str = LAYOUT,
+    out: torch.Tensor,
+) -> None:
+    """Write all of `out`; fused_mxfp4_moe has checked the arguments that it knows."""
+    op = "fused_mxfp4_moe"
+    require(weight_layout == LAYOUT, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
+    is_half = hidden_states.dtype in (torch.bfloat16, torch.float16)
+    require(is_half, op, "hidden_states", f"bfloat16 or float16 for weight_layout '{LAYOUT}'", hidden_states)
+    capability = torch.cuda.get_device_capability(hidden_states.device)
+    if capability != (9, 0):
+        raise RuntimeError(
+            f"{op}: weight_layout '{LAYOUT}' needs compute capability 9.0, this device has {capability[0]}."
+            f"{capability[1]}: keep the checkpoint's layout here"
+        )
+    num_tokens, top_k = topk_ids.shape
+    if num_tokens == 0 or top_k == 0:
+        out.zero_()
+        return
+    kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
+    intermediate = w13.shape[1] * 8
+    row_places = {"gate_up": [0, intermediate, 1], "up_gate": [intermediate, 0, 1], "interleaved": [0, 1, 2]}
+    x, ids = _aligned_rows(hidden_states), topk_ids.contiguous()
+    weights = topk_weights.to(torch.float32).contiguous()
+    result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    options = (
+        _float32(w13_bias),
+        _float32(w2_bias),
+        None if expert_map is None else expert_map.contiguous(),
+        row_places[w13_layout],
+        kind == "swiglu_oai",
+        math.inf if limit is None else limit,
+        alpha,
+    )
+    step = max(1, min(DECODE_TOKENS, DECODE_SLOTS // top_k))
+    for first in range(0, num_tokens, step):
+        part = slice(first, first + step)
+        torch.ops.moe_ops._sm90_decode.default(
+            x[part], ids[part], weights[part], w13, w13_scale, w2, w2_scale, *options, batch_invariant, result[part]
+        )
+    if result is not out:
+        out.copy_(result)

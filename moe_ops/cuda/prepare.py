@@ -1,0 +1,113 @@
+"""Packing MXFP4 checkpoint tensors for the Hopper kernels: in place, one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moe_ops._errors import require
+from moe_ops.cuda.layout import GROUP, STRIP, pack_codes, pack_scales, w13_row_order
+from moe_ops.meta.fused_mxfp4_moe import PREPARED_LAYOUTS, W13_LAYOUTS, PreparedLayout, checkpoint_geometry
+
+LAYOUT = "sm90_v1"
+
+# Scale codes whose products stay normal float32 numbers in the kernels: 2^-126 to 2^113.
+LEAST_SCALE, MOST_SCALE = 1, 240
+
+# Packing takes several times the memory of what it packs; it goes by pieces of this many bytes of codes.
+PIECE_BYTES = 1 << 20
+
+
+def _geometry(
+    op: str, hidden_size: int, w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor
+) -> tuple[int, int]:
+    ok = w13.dim() == 4 and w13.dtype == torch.uint8 and w13.shape[2] == STRIP
+    require(ok, op, "w13", f"[num_experts, strips, {STRIP}, hidden_size / 2] uint8 for weight_layout '{LAYOUT}'", w13)
+    num_experts, intermediate = w13.shape[0], w13.shape[1] * 8
+    shapes = {
+        "w13": (w13, (num_experts, intermediate // 8, STRIP, hidden_size // 2)),
+        "w13_scale": (w13_scale, (num_experts, intermediate // 8, STRIP, hidden_size // GROUP)),
+        "w2": (w2, (num_experts, hidden_size // STRIP, STRIP, intermediate // 2)),
+        "w2_scale": (w2_scale, (num_experts, hidden_size // STRIP, STRIP, intermediate // GROUP)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        ok = tensor.dtype == torch.uint8 and tensor.dim() == 4 and tensor.is_contiguous()
+        ok = ok and all(actual == expected for actual, expected in zip(tensor.shape, shape, strict=True))
+        require(ok, op, name, f"a contiguous {list(shape)} uint8", tensor)
+    return num_experts, intermediate
+
+
+PREPARED_LAYOUTS[LAYOUT] = PreparedLayout("cuda", _geometry)
+
+
+def sm90_reason(w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor) -> str | None:
+    """Why these checkpoint tensors cannot have the Hopper kernels, in one line, or None. Waits for the device."""
+    from moe_ops._register import MISSING
+
+    if ("_sm90_decode", "CUDA") in MISSING:
+        return MISSING["_sm90_decode", "CUDA"]
+    if w13.device.type != "cuda":
+        return f"the weights are on {w13.device.type}, not on a CUDA device"
+    capability = torch.cuda.get_device_capability(w13.device)
+    if capability != (9, 0):
+        return f"the device has compute capability {capability[0]}.{capability[1]}, not 9.0"
+    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        outside = scales_outside(scale)
+        if outside:
+            return f"{outside} scales of {name} are outside {LEAST_SCALE}..{MOST_SCALE}"
+    return None
+
+
+def scales_outside(scale: torch.Tensor) -> int:
+    """How many scale codes the kernels do not hold exactly."""
+    return sum(int(((expert < LEAST_SCALE) | (expert > MOST_SCALE)).sum()) for expert in scale)
+
+
+def _pack_rows(
+    target: torch.Tensor, source: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """target, [strips, n] bytes, becomes the packed form of source, [rows, k / 2 or k / 32] bytes."""
+    strips = max(1, PIECE_BYTES // (source.shape[1] * STRIP))
+    for first in range(0, target.shape[0], strips):
+        rows = source[first * STRIP : (first + strips) * STRIP]
+        target[first : first + strips] = pack(rows)
+
+
+def prepare_sm90(
+    w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor, *, w13_layout: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pack contiguous checkpoint tensors inside their own storage; (w13, w13_scale, w2, w2_scale) for
+    `fused_mxfp4_moe(..., weight_layout="sm90_v1")`, of rank 4.
+
+    The checkpoint tensors are consumed: their bytes are the packed ones afterwards. Memory beyond the weights: one
+    expert. `w13_layout` stays an argument of the op, for the bias. Weights that were prepared already, or whose scales
+    the kernels do not hold exactly, are refused by name, before anything is changed.
+    """
+    op = "prepare_sm90"
+    require(w13_layout in W13_LAYOUTS, op, "w13_layout", "'gate_up', 'up_gate' or 'interleaved'", f"'{w13_layout}'")
+    for name, tensor in (("w13", w13), ("w13_scale", w13_scale), ("w2", w2), ("w2_scale", w2_scale)):
+        require(tensor.dim() == 3, op, name, "a checkpoint tensor of 3 dimensions, not prepared before", tensor)
+    hidden_size = w13.shape[2] * 2
+    num_experts, intermediate = checkpoint_geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
+    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        outside = scales_outside(scale)
+        require(outside == 0, op, name, f"of codes {LEAST_SCALE} to {MOST_SCALE}", f"{outside} codes outside")
+    order = w13_row_order(intermediate, w13_layout, w13.device)
+    strips13, strips2 = intermediate // 8, hidden_size // STRIP
+    with torch.no_grad():
+        for expert in range(num_experts):
+            for tensor, strips, pack, rows in (
+                (w13, strips13, pack_codes, order),
+                (w13_scale, strips13, pack_scales, order),
+                (w2, strips2, pack_codes, None),
+                (w2_scale, strips2, pack_scales, None),
+            ):
+                source = tensor[expert].clone() if rows is None else tensor[expert][rows]
+                _pack_rows(tensor[expert].view(strips, -1), source, pack)
+    return (
+        w13.view(num_experts, strips13, STRIP, -1),
+        w13_scale.view(num_experts, strips13, STRIP, -1),
+        w2.view(num_experts, strips2, STRIP, -1),
+        w2_scale.view(num_experts, strips2, STRIP, -1),
+    )
