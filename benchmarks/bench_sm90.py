@@ -127,7 +127,9 @@ def measure(name: str, token_counts: list[int], stream: float) -> list[dict]:
                 "tflops": round(flop / us / 1e6, 1),
             }
         )
-        print("{layer:8} {tokens:6} {us:9.1f} us {share:6.1%} of the read stream {tflops:7.1f} TFLOP/s".format(**rows[-1]))
+        print(
+            "{layer:8} {tokens:6} {us:9.1f} us {share:6.1%} of the read stream {tflops:7.1f} TFLOP/s".format(**rows[-1])
+        )
     return rows
 
 

@@ -191,6 +191,13 @@ OPS: tuple[Op, ...] = (
         {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
     ),
     Op(
+        "_sm90_grouped",
+        "(Tensor hidden_states, Tensor row_slot, Tensor tokens_per_expert, Tensor w13, Tensor w13_scale, Tensor w2,"
+        " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int[] row_places, bool oai, float limit, float alpha,"
+        " int top_k, bool wide, Tensor(a!) rows) -> ()",
+        {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
+    ),
+    Op(
         "_ep_remap",
         "(Tensor topk_ids, Tensor topk_weights, SymInt expert_offset, SymInt num_local_experts, Tensor? expert_map,"
         " bool reuse, Tensor(a!) local_ids, Tensor(b!) local_weights) -> ()",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -13,6 +14,10 @@ from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 # Limits of the decode kernel: it takes at most this many slots, and is the fastest up to this many tokens.
 DECODE_SLOTS = 512
 DECODE_TOKENS = 64
+# Above this many rows per expert, tiles of up to 128 tokens instead of 32.
+NARROW_ROWS = 24
+# Of hidden activations and unsummed results; a larger batch is computed in pieces.
+WORKSPACE_BYTES = 2 << 30
 
 
 def _float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -23,6 +28,32 @@ def _aligned_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Rows that 16-byte loads can read."""
     aligned = tensor.stride(-1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
     return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _grouped(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    expert_map: torch.Tensor | None,
+    function: tuple[Any, ...],
+    out: torch.Tensor,
+) -> None:
+    """Map, both matmuls, weighted sum."""
+    from moe_ops.triton._combine_rows import combine_rows
+    from moe_ops.triton._permutation_map import permutation_map
+
+    slots, num_experts = ids.numel(), tensors[0].shape[0]
+    row_map = ids.new_empty(ids.shape, dtype=torch.int32)
+    row_slot, counts = row_map.new_empty((slots,)), row_map.new_empty((num_experts,))
+    permutation_map(
+        ids, row_map, counts, num_rows=slots, row_slot=row_slot, expert_map=expert_map, topk_weights=weights
+    )
+    rows = x.new_empty((slots, x.shape[1]), dtype=torch.float32)
+    wide = slots > NARROW_ROWS * num_experts
+    torch.ops.moe_ops._sm90_grouped.default(x, row_slot, counts, *tensors, *biases, *function, ids.shape[1], wide, rows)
+    combine_rows(rows, row_map, weights, out)
 
 
 def _fused_mxfp4_moe_sm90(
@@ -66,20 +97,29 @@ def _fused_mxfp4_moe_sm90(
     x, ids = _aligned_rows(hidden_states), topk_ids.contiguous()
     weights = topk_weights.to(torch.float32).contiguous()
     result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    options = (
-        _float32(w13_bias),
-        _float32(w2_bias),
-        None if expert_map is None else expert_map.contiguous(),
+    biases = _float32(w13_bias), _float32(w2_bias)
+    routes = None if expert_map is None else expert_map.contiguous()
+    function = (
         row_places[w13_layout],
         kind == "swiglu_oai",
         math.inf if limit is None else limit,
         alpha,
     )
-    step = max(1, min(DECODE_TOKENS, DECODE_SLOTS // top_k))
-    for first in range(0, num_tokens, step):
-        part = slice(first, first + step)
-        torch.ops.moe_ops._sm90_decode.default(
-            x[part], ids[part], weights[part], w13, w13_scale, w2, w2_scale, *options, batch_invariant, result[part]
-        )
+    tensors = (w13, w13_scale, w2, w2_scale)
+    # The grouped kernel has bfloat16 operands, and sums in another order than the decode kernel.
+    if num_tokens <= DECODE_TOKENS or batch_invariant or hidden_states.dtype != torch.bfloat16:
+        step = max(1, min(DECODE_TOKENS, DECODE_SLOTS // top_k))
+        for first in range(0, num_tokens, step):
+            part = slice(first, first + step)
+            torch.ops.moe_ops._sm90_decode.default(
+                x[part], ids[part], weights[part], *tensors, biases[0], biases[1], routes, *function, batch_invariant,
+                result[part],
+            )  # fmt: skip
+    else:
+        bytes_per_token = top_k * (x.shape[1] * 4 + intermediate * 2)
+        step = max(1, WORKSPACE_BYTES // bytes_per_token)
+        for first in range(0, num_tokens, step):
+            part = slice(first, first + step)
+            _grouped(x[part], ids[part], weights[part], tensors, biases, routes, function, result[part])
     if result is not out:
         out.copy_(result)

@@ -12,8 +12,8 @@ from moe_ops.meta.fused_mxfp4_moe import PREPARED_LAYOUTS, W13_LAYOUTS, Prepared
 
 LAYOUT = "sm90_v1"
 
-# Scale codes whose products stay normal float32 numbers in the kernels: 2^-126 to 2^113.
-LEAST_SCALE, MOST_SCALE = 1, 240
+# Scale codes of weights that are normal bfloat16 numbers and one multiplication away from their codes: 2^-126 to 2.
+LEAST_SCALE, MOST_SCALE = 1, 128
 
 # Packing takes several times the memory of what it packs; it goes by pieces of this many bytes of codes.
 PIECE_BYTES = 1 << 20
@@ -64,9 +64,7 @@ def scales_outside(scale: torch.Tensor) -> int:
     return sum(int(((expert < LEAST_SCALE) | (expert > MOST_SCALE)).sum()) for expert in scale)
 
 
-def _pack_rows(
-    target: torch.Tensor, source: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _pack_rows(target: torch.Tensor, source: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """target, [strips, n] bytes, becomes the packed form of source, [rows, k / 2 or k / 32] bytes."""
     strips = max(1, PIECE_BYTES // (source.shape[1] * STRIP))
     for first in range(0, target.shape[0], strips):

@@ -54,9 +54,7 @@ def both(weights, inputs, **options):
     """(ours, reference) in float32."""
     expected = reference.fused_mxfp4_moe(*inputs, *weights, out_dtype=torch.float32, **options)
     packed = prepare_sm90(*(tensor.clone() for tensor in weights), w13_layout=options["w13_layout"])
-    actual = moe_ops.fused_mxfp4_moe(
-        *inputs, *packed, out_dtype=torch.float32, weight_layout=LAYOUT, **options
-    )
+    actual = moe_ops.fused_mxfp4_moe(*inputs, *packed, out_dtype=torch.float32, weight_layout=LAYOUT, **options)
     return actual, expected
 
 
@@ -110,7 +108,7 @@ def test_dtypes_and_ids(dtype, num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [1, 30, 500])
 def test_scales_of_every_size(num_tokens):
-    weights, options = layer(640, 352, 8, scales=(1, 141))
+    weights, options = layer(640, 352, 8, scales=(1, 129))
     actual, expected = both(weights, batch(num_tokens, 640, 8, 4), w13_layout="gate_up", **options)
     assert relative(actual, expected) < tolerance(num_tokens)
 
@@ -133,9 +131,7 @@ def test_no_expert_left_gives_zero_rows(num_tokens):
     for dead in (torch.full_like(ids, -1), torch.full_like(ids, 8)):
         moe_ops.fused_mxfp4_moe_out(x, dead, router, *packed, w13_layout="gate_up", weight_layout=LAYOUT, out=out)
         assert (out == 0).all()
-    empty = moe_ops.fused_mxfp4_moe(
-        x[:0], ids[:0], router[:0], *packed, w13_layout="gate_up", weight_layout=LAYOUT
-    )
+    empty = moe_ops.fused_mxfp4_moe(x[:0], ids[:0], router[:0], *packed, w13_layout="gate_up", weight_layout=LAYOUT)
     assert empty.shape == (0, 640)
 
 

@@ -119,7 +119,62 @@ void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tens
   STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
 }
 
+// rows: [T * K, H] float32, the unsummed results of the rows that row_slot and tokens_per_expert describe.
+void sm90_grouped(const Tensor& hidden_states, const Tensor& row_slot, const Tensor& tokens_per_expert,
+                  const Tensor& w13, const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale,
+                  std::optional<Tensor> w13_bias, std::optional<Tensor> w2_bias, std::vector<int64_t> row_places,
+                  bool oai, double limit, double alpha, int64_t top_k, bool wide, Tensor rows) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
+  cudaStream_t stream = current_stream(hidden_states);
+  const int sms = device_traits(hidden_states).multiprocessors;
+  const int64_t num_slots = row_slot.numel(), num_experts = tokens_per_expert.numel();
+  const int most = wide ? sm90::kWideTokens : sm90::kNarrowTokens;
+  const int64_t capacity = num_slots / most + (num_slots < num_experts ? num_slots : num_experts);
+  Tensor tiles = torch::stable::new_empty(row_slot, {4 * capacity + 4}, ScalarType::Int);
+  int* tile_words = static_cast<int*>(tiles.data_ptr());
+  int* num_tiles = tile_words + 4 * capacity;
+  STD_CUDA_CHECK(sm90::list_tiles(static_cast<const int*>(tokens_per_expert.const_data_ptr()),
+                                  static_cast<int>(num_experts), most, tile_words, num_tiles, stream));
+  const int intermediate = static_cast<int>(w13.size(1) * 8), hidden_size = static_cast<int>(hidden_states.size(1));
+  Tensor hidden = torch::stable::new_empty(hidden_states, {num_slots, intermediate}, ScalarType::BFloat16);
+  sm90::GroupedMatmul m{};
+  m.activations = hidden_states.const_data_ptr();
+  m.activations_stride = hidden_states.stride(0);
+  m.row_slot = static_cast<const int32_t*>(row_slot.const_data_ptr());
+  m.top_k = static_cast<int>(top_k);
+  m.codes = static_cast<const uint8_t*>(w13.const_data_ptr());
+  m.scales = static_cast<const uint8_t*>(w13_scale.const_data_ptr());
+  m.bias = float_or_null(w13_bias);
+  m.k = hidden_size;
+  m.rows_out = 2 * intermediate;
+  m.tiles = tile_words;
+  m.num_tiles = num_tiles;
+  m.activate = true;
+  m.gate_offset = static_cast<int>(row_places.at(0));
+  m.up_offset = static_cast<int>(row_places.at(1));
+  m.row_step = static_cast<int>(row_places.at(2));
+  m.oai = oai;
+  m.limit = static_cast<float>(limit);
+  m.alpha = static_cast<float>(alpha);
+  m.output = hidden.data_ptr();
+  STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+  m.activations = hidden.const_data_ptr();
+  m.activations_stride = intermediate;
+  m.row_slot = nullptr;
+  m.codes = static_cast<const uint8_t*>(w2.const_data_ptr());
+  m.scales = static_cast<const uint8_t*>(w2_scale.const_data_ptr());
+  m.bias = float_or_null(w2_bias);
+  m.k = intermediate;
+  m.rows_out = hidden_size;
+  m.activate = false;
+  m.output = rows.data_ptr();
+  STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+}
+
 }  // namespace
 }  // namespace moe_ops::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(moe_ops, CUDA, m) { m.impl("_sm90_decode", TORCH_BOX(&moe_ops::cuda::sm90_decode)); }
+STABLE_TORCH_LIBRARY_IMPL(moe_ops, CUDA, m) {
+  m.impl("_sm90_decode", TORCH_BOX(&moe_ops::cuda::sm90_decode));
+  m.impl("_sm90_grouped", TORCH_BOX(&moe_ops::cuda::sm90_grouped));
+}

@@ -47,4 +47,25 @@ size_t decode_down_floats(const Problem& problem, bool one_order);
 bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
 
+// Larger batches: one matrix at a time, over rows sorted by expert.
+constexpr int kNarrowTokens = 32, kWideTokens = 128;  // most tokens of a tile
+struct GroupedMatmul {
+  const void* activations;     // bf16 rows, 16-byte aligned
+  int64_t activations_stride;  // elements
+  const int32_t* row_slot;     // slot of a sorted row, whose token is slot / top_k; null: activations are sorted
+  int top_k;
+  const uint8_t *codes, *scales;
+  const float* bias;  // nullable
+  int k, rows_out;
+  const void* tiles;  // int4 {expert, first row, rows, 0}
+  const int* num_tiles;
+  bool activate;  // rows are gate and up pairs, the output is bf16 [rows, rows_out / 2]; else float32 [rows, rows_out]
+  int gate_offset, up_offset, row_step;
+  bool oai;
+  float limit, alpha;
+  void* output;
+};
+cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles, int* num_tiles, cudaStream_t stream);
+cudaError_t grouped(const GroupedMatmul& matmul, bool wide, int num_sms, cudaStream_t stream);
+
 }  // namespace moe_ops::sm90
