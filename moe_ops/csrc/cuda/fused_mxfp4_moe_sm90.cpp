@@ -111,8 +111,8 @@ void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tens
                                      w2_bias, expert_map, row_places, oai, limit, alpha, out);
   if (!sm90::decode_supports(q)) throw std::runtime_error("_sm90_decode: too many slots or experts");
   cudaStream_t stream = current_stream(hidden_states);
-  const int64_t first = static_cast<int64_t>(sm90::decode_gate_up_floats(q, one_order));
-  const int64_t second = static_cast<int64_t>(sm90::decode_down_floats(q, one_order));
+  const int64_t first = static_cast<int64_t>(sm90::decode_gate_up_floats(q));
+  const int64_t second = static_cast<int64_t>(sm90::decode_down_floats(q));
   Tensor sums = torch::stable::new_empty(hidden_states, {first + second}, ScalarType::Float);
   float* base = static_cast<float*>(sums.data_ptr());
   const sm90::DecodeScratch scratch{base, base + first, counters(hidden_states, stream), one_order};

@@ -41,8 +41,8 @@ struct DecodeScratch {
   unsigned* counters;  // kDecodeCounters words, zero before the first call; every call leaves them zero
   bool one_order;      // the same bits for a row in every batch
 };
-size_t decode_gate_up_floats(const Problem& problem, bool one_order);
-size_t decode_down_floats(const Problem& problem, bool one_order);
+size_t decode_gate_up_floats(const Problem& problem);
+size_t decode_down_floats(const Problem& problem);
 // False where an activation row does not fit in shared memory.
 bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);

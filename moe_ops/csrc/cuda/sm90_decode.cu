@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   if (tid == 0 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1) p.counters[0] = p.counters[1] = p.counters[2] = 0;
 }
 
-Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_out, int tiles) {
+Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_out) {
   Phase ph{};
   ph.codes = codes, ph.scales = scales;
   ph.k = k, ph.full_blocks = k / 128, ph.tail_words = k % 128 / 32;
@@ -159,14 +159,8 @@ Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_ou
   const int strips = rows_out / 16;
   ph.expert_codes = static_cast<int64_t>(ph.strip_codes) * strips;
   ph.expert_scales = static_cast<int64_t>(ph.strip_scales) * strips;
-  // Enough parts to give every warp of an H200 several units, but none below 4 blocks, and none above 16. `tiles` is 0
-  // where the places must depend on k alone.
-  while (ph.parts_log2 < 3 && ph.blocks >> ph.parts_log2 >= 8 &&
-         (ph.blocks >> ph.parts_log2 > 16 || (tiles > 0 && (tiles * strips << ph.parts_log2) < 132 * kWarps * 8)))
-    ++ph.parts_log2;
-  // No part may be empty.
-  while ((ph.blocks + (1 << ph.parts_log2) - 1 >> ph.parts_log2) * ((1 << ph.parts_log2) - 1) >= ph.blocks)
-    --ph.parts_log2;
+  // Parts of 8 to 16 blocks keep the warps busy with few strips. Their places depend on k alone.
+  while (ph.parts_log2 < 3 && ph.blocks >> ph.parts_log2 > 16) ++ph.parts_log2;
   const int parts = 1 << ph.parts_log2;
   ph.part_blocks = (ph.blocks + parts - 1) / parts;
   ph.units = strips << ph.parts_log2;
@@ -179,11 +173,10 @@ struct Plan {
   Phase phase[2];
   int stages, tile_tokens, shared;
 };
-Plan plan(const Problem& q, bool one_order) {
+Plan plan(const Problem& q) {
   Plan plan{};
-  const int slots = q.num_tokens * q.top_k, tiles = one_order ? 0 : (slots < q.num_experts ? slots : q.num_experts);
-  plan.phase[0] = plan_phase(q.w13, q.w13_scale, q.hidden_size, 2 * q.intermediate_size, tiles);
-  plan.phase[1] = plan_phase(q.w2, q.w2_scale, q.intermediate_size, q.hidden_size, tiles);
+  plan.phase[0] = plan_phase(q.w13, q.w13_scale, q.hidden_size, 2 * q.intermediate_size);
+  plan.phase[1] = plan_phase(q.w2, q.w2_scale, q.intermediate_size, q.hidden_size);
   const int row = plan.phase[0].row_bytes > plan.phase[1].row_bytes ? plan.phase[0].row_bytes : plan.phase[1].row_bytes;
   constexpr int kScratch = (kDecodeMaxExperts + kDecodeSlots) * 4, kStageOfAll = kWarps * kStageBytes;
   const int room = kSharedLimit - static_cast<int>(sizeof(Shared));
@@ -204,17 +197,16 @@ Plan plan(const Problem& q, bool one_order) {
 }  // namespace
 
 bool decode_supports(const Problem& q) {
-  const Plan pl = plan(q, true);
+  const Plan pl = plan(q);
   const int64_t units = pl.phase[0].units > pl.phase[1].units ? pl.phase[0].units : pl.phase[1].units;
   return pl.tile_tokens > 0 && units * q.num_tokens * q.top_k < (int64_t{1} << 32) / 256 &&
          q.num_experts <= kDecodeMaxExperts && q.num_tokens * q.top_k <= kDecodeSlots;
 }
-size_t decode_gate_up_floats(const Problem& q, bool one_order) {
-  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.intermediate_size * 2)
-         << plan(q, one_order).phase[0].parts_log2;
+size_t decode_gate_up_floats(const Problem& q) {
+  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.intermediate_size * 2) << plan(q).phase[0].parts_log2;
 }
-size_t decode_down_floats(const Problem& q, bool one_order) {
-  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.hidden_size) << plan(q, one_order).phase[1].parts_log2;
+size_t decode_down_floats(const Problem& q) {
+  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.hidden_size) << plan(q).phase[1].parts_log2;
 }
 
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream) {
@@ -222,7 +214,7 @@ cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num
   static const cudaError_t prepared =
       cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
   if (prepared != cudaSuccess) return prepared;
-  const Plan pl = plan(problem, scratch.one_order);
+  const Plan pl = plan(problem);
   const Params p{problem,        {pl.phase[0], pl.phase[1]}, scratch.gate_up, scratch.down, scratch.counters, pl.stages,
                  pl.tile_tokens, scratch.one_order};
   cudaLaunchConfig_t config{};

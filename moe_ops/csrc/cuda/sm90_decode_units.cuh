@@ -165,22 +165,18 @@ struct Consumer {
       for (; block < block_end; block += kStageBlocks) {
         barrier_wait(stream.bars + slot * 8, parity);
         const uint32_t codes = stream.ring + slot * kStageBytes, scales = codes + kStageBlocks * kBlockBytes;
-        const int here = min(kStageBlocks, block_end - block);
-        // Two blocks at a time. No more are unrolled: every call fetches the code anew, and short code starts sooner.
-#pragma unroll 1
-        for (int i = 0; i < here; i += 2) {
-          Block raw[2];
+        Block raw[2];
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            if (i + j < here)
-              load_codes(raw[j], codes + (i + j) * kBlockBytes, block + i + j < ph.full_blocks, ph.tail_words, lane);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (i + j >= here) break;
-            const int at = block + i + j, words = at < ph.full_blocks ? 4 : ph.tail_words;
-            multiply_block<kGroups>(c, raw[j], x_row + at * 256, zero, scales + (i + j) * kBlockScales, words,
-                                    shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t);
+        for (int i = 0; i < kStageBlocks; ++i) {
+          if (block + i >= block_end) break;
+          if (i % 2 == 0) {
+            load_codes(raw[0], codes + i * kBlockBytes, block + i < ph.full_blocks, ph.tail_words, lane);
+            if (block + i + 1 < block_end)
+              load_codes(raw[1], codes + (i + 1) * kBlockBytes, block + i + 1 < ph.full_blocks, ph.tail_words, lane);
           }
+          const int at = block + i, words = at < ph.full_blocks ? 4 : ph.tail_words;
+          multiply_block<kGroups>(c, raw[i % 2], x_row + at * 256, zero, scales + i * kBlockScales, words,
+                                  shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t);
         }
         __syncwarp();
         stream.issue();
