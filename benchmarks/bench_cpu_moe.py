@@ -59,7 +59,7 @@ class DevicePart:
     def __init__(self, device: torch.device, milliseconds: float) -> None:
         size = 2048 if device.type == "cuda" else 256
         self.a = torch.randn(size, size, device=device, dtype=torch.bfloat16) / size**0.5
-        one = time_of(lambda: self.run(20), device) / 20
+        one = time_of([lambda: self.run(20)], device, 5)[0] / 20
         self.count = max(1, round(milliseconds / one))
 
     def run(self, count: int | None = None) -> torch.Tensor:
@@ -74,17 +74,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def time_of(function: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Median in milliseconds."""
-    function()
-    synchronize(device)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+def time_of(functions: list[Callable[[], object]], device: torch.device, repeats: int = 25) -> list[float]:
+    """Medians in milliseconds. The functions take turns, so that a drift of the machine touches all of them."""
+    times: list[list[float]] = [[] for _ in functions]
+    for repeat in range(repeats + 3):
+        for function, mine in zip(functions, times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if repeat >= 3:
+                mine.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(mine) for mine in times]
 
 
 def captured(function: Callable[[], object]) -> Callable[[], object]:
@@ -120,16 +121,18 @@ def measure(
     inputs = make_inputs(tokens, device)
     zeros = torch.zeros_like(inputs[0])
     wrap = captured if graph else (lambda function: function)
-    cpu = time_of(wrap(lambda: layer.sync(layer.submit(*inputs)[0], zeros)), device)
-    part = DevicePart(device, cpu * ratio)
-    device_ms = time_of(wrap(part.run), device)
+
+    def experts() -> torch.Tensor:
+        return layer.sync(layer.submit(*inputs)[0], zeros)
+
+    part = DevicePart(device, time_of([wrap(experts)], device)[0] * ratio)
 
     def both() -> torch.Tensor:
         ticket, _ = layer.submit(*inputs)
         part.run()
         return layer.sync(ticket, zeros)
 
-    both_ms = time_of(wrap(both), device)
+    cpu, device_ms, both_ms = time_of([wrap(experts), wrap(part.run), wrap(both)], device)
     longest = max(cpu, device_ms)
     return {
         "tokens": tokens,
@@ -141,6 +144,18 @@ def measure(
         "overhead_us": round((both_ms - longest) * 1e3, 1),
         "hidden": round(1 - max(0.0, both_ms - device_ms) / cpu, 3),
     }
+
+
+def coupling(layer: moe_ops.CpuExperts, device: torch.device, graph: bool) -> float:
+    """Microseconds of a submit and a sync without any expert to run, per pair, in a row of 20."""
+    x, ids, weights = make_inputs(1, device)
+    nobody, zeros = torch.full_like(ids, -1), torch.zeros_like(x)
+
+    def pairs() -> None:
+        for _ in range(20):
+            layer.sync(layer.submit(x, nobody, weights)[0], zeros)
+
+    return time_of([captured(pairs) if graph else pairs], device)[0] / 20 * 1e3
 
 
 def machine(device: torch.device) -> str:
@@ -168,6 +183,7 @@ def main() -> None:
         for tokens in TOKENS:
             check(layer, make_inputs(tokens, device))
         for graph in (False, True) if device.type == "cuda" else (False,):
+            print(f"graph {int(graph)}: {coupling(layer, device, graph):.1f} us for a submit and a sync of nothing")
             for tokens in TOKENS:
                 for ratio in RATIOS:
                     row = measure(layer, tokens, ratio, device, graph)

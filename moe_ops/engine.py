@@ -92,7 +92,8 @@ class CpuMoeEngine:
     Args:
         name: unique among the living engines of the process, without "/". Handles are made of it, so that they are
             the same in another process that builds the same engine.
-        threads: threads of all pools together; None: one per CPU that the affinity mask and the cgroup quota grant.
+        threads: threads of all pools together; None: one per CPU that the affinity mask and the cgroup quota grant,
+            less one (of 4 CPUs or more) or two (of 16 or more) for the calling thread and the device's callbacks.
         numa_nodes: None: one pool per NUMA node; 0: one pool that ignores NUMA; n: the first n nodes; a list: these.
         max_jobs: submits of CPU tensors that may be outstanding, that is not synced, before a submit raises.
         system_root: where /sys and /proc are found.

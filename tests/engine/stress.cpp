@@ -122,12 +122,17 @@ void finish(const Model& model, const Open& open, bool may_fail) {
   for (size_t i = 0; i < sum.size(); ++i) CHECK(sum[i] == open.in.expected[i], "%f != %f", sum[i], open.in.expected[i]);
 }
 
+template <class T>
+void fill(void* to, const std::vector<T>& from) {
+  if (!from.empty()) std::memcpy(to, from.data(), from.size() * sizeof(T));
+}
+
 Open submit_host(const Model& model, Inputs in, int64_t max_deferred) {
   check_submit(model.handle, model.hidden_size);
   Submission* s = acquire({in.num_tokens, in.top_k, model.hidden_size, Element::kFloat32, max_deferred});
-  std::memcpy(hidden_states_of(s), in.hidden.data(), in.hidden.size() * 4);
-  std::memcpy(topk_ids_of(s), in.ids.data(), in.ids.size() * 8);
-  std::memcpy(topk_weights_of(s), in.weights.data(), in.weights.size() * 4);
+  fill(hidden_states_of(s), in.hidden);
+  fill(topk_ids_of(s), in.ids);
+  fill(topk_weights_of(s), in.weights);
   return {submit(s, model.handle, Origin::kHost), std::move(in)};
 }
 

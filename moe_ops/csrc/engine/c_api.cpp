@@ -72,6 +72,7 @@ void deliver(int64_t ticket, const Sync& call, bool first) noexcept {
   Taken taken = take(ticket, call.num_tokens, call.hidden_size);
   int64_t elements = call.num_tokens * call.hidden_size;
   if (taken.failed) {
+    // Rows that are wrong must show, even if nobody asks for the error.
     report_stream_error(taken.job ? engine_of_job(taken.job) : 0, taken.error);
     for (int64_t i = 0; i < elements; ++i) call.output[i] = std::numeric_limits<float>::quiet_NaN();
   } else if (first) {
@@ -194,9 +195,13 @@ void moe_ops_submit_call_run(void* pointer) {
   auto& call = *static_cast<Submit*>(static_cast<Call*>(pointer));
   const Geometry& g = call.geometry;
   Submission* submission = call.graph ? pop_for_replay(call) : call.submission;
-  std::memcpy(hidden_states_of(submission), call.hidden_states, g.num_tokens * g.hidden_size * element_size(g.element));
-  std::memcpy(topk_ids_of(submission), call.topk_ids, g.num_tokens * g.top_k * sizeof(int64_t));
-  std::memcpy(topk_weights_of(submission), call.topk_weights, g.num_tokens * g.top_k * sizeof(float));
+  if (g.num_tokens > 0) {  // staging of no tokens may be a null pointer
+    const int64_t slots = g.num_tokens * g.top_k;
+    std::memcpy(hidden_states_of(submission), call.hidden_states,
+                g.num_tokens * g.hidden_size * element_size(g.element));
+    std::memcpy(topk_ids_of(submission), call.topk_ids, slots * sizeof(int64_t));
+    std::memcpy(topk_weights_of(submission), call.topk_weights, slots * sizeof(float));
+  }
   Tickets tickets = submit(submission, *call.handle, Origin::kStream);
   call.tickets[0] = tickets.ticket;
   call.tickets[1] = tickets.deferred;

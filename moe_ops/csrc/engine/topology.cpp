@@ -39,6 +39,10 @@ std::string list_text(const std::vector<int>& values) {
   return text + "]";
 }
 
+// The calling thread and the device runtime's callback thread work while jobs run. Without a CPU of their own they take
+// turns with a pinned thread, for which its whole team then waits (docs/engine.md#threads).
+int cpus_left_free(int usable) { return usable >= 16 ? 2 : usable >= 4 ? 1 : 0; }
+
 [[noreturn]] void refuse(const std::string& argument, const std::string& expected, const std::string& actual) {
   throw std::invalid_argument("CpuMoeEngine: " + argument + " must be " + expected + ", got " + actual);
 }
@@ -148,11 +152,11 @@ ThreadPlan make_plan(const PlanRequest& request) {
   int total = 0;
   for (auto& pool : pools) total += static_cast<int>(pool.second.size());
   int limit = std::min(total, usable);
-  int threads = request.threads == 0 ? limit : request.threads;
+  const int count = static_cast<int>(pools.size());
+  int threads = request.threads == 0 ? std::max(count, limit - cpus_left_free(limit)) : request.threads;
   if (threads < 0 || threads > limit)
     refuse("threads", "in [1, " + std::to_string(limit) + "] (CPUs that this process may use)",
            std::to_string(threads));
-  int count = static_cast<int>(pools.size());
   if (threads < count)
     refuse("threads", "at least one per pool (" + std::to_string(count) + " pools)", std::to_string(threads));
 

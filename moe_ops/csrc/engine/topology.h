@@ -8,7 +8,7 @@ namespace moe_ops::engine {
 
 // What the user asked for. `nodes` empty and `node_count` < 0: one pool per NUMA node that this process may use.
 struct PlanRequest {
-  int threads = 0;          // 0: one per usable CPU
+  int threads = 0;          // 0: one per usable CPU, less one or two for the caller where there are many
   int node_count = -1;      // 0: one pool that ignores NUMA; n: the first n usable nodes
   std::vector<int> nodes;   // explicit node list, one pool each
   std::string sysfs = "/";  // root of /sys and /proc, so that tests can describe a machine
