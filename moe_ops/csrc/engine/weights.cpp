@@ -13,6 +13,27 @@ namespace {
 constexpr int64_t kBlock =
     32;  // elements that share a scale, and the grain at which the intermediate dimension is split
 
+constexpr int64_t kTileRows = 16, kTileBlockBytes = kTileRows * kBlock / 2;  // of layout x86_v1
+
+// Copies into the store, or out of it.
+template <bool kLoad>
+void move(void* stored, void* checkpoint, int64_t bytes) {
+  if (kLoad)
+    std::memcpy(stored, checkpoint, bytes);
+  else
+    std::memcpy(checkpoint, stored, bytes);
+}
+
+// The layout that the kernels of this processor read without repacking.
+WeightLayout layout_for(const WeightsFormat& format) {
+  if (format.bfloat16) return WeightLayout::kBFloat16;
+#if defined(__x86_64__)
+  return WeightLayout::kX86V1;
+#else
+  return WeightLayout::kCheckpoint;
+#endif
+}
+
 [[noreturn]] void refuse(const std::string& argument, const std::string& expected, int64_t actual) {
   throw std::invalid_argument("CpuMoeEngine: " + argument + " must be " + expected + ", got " + std::to_string(actual));
 }
@@ -44,7 +65,10 @@ void ExpertStore::Array::destroy(int64_t experts) {
 }
 
 ExpertStore::ExpertStore(const WeightsFormat& format, int num_pools)
-    : Experts(format.num_experts, format.hidden_size), format_(format), present_(format.num_experts) {
+    : Experts(format.num_experts, format.hidden_size),
+      format_(format),
+      layout_(layout_for(format)),
+      present_(format.num_experts) {
   const int64_t e = format.num_experts, h = format.hidden_size, i = format.intermediate_size;
   if (e < 1) refuse("num_experts", "at least 1", e);
   if (h < kBlock || h % kBlock) refuse("hidden_size", "a multiple of 32", h);
@@ -79,47 +103,80 @@ int64_t ExpertStore::source_row(const Slice& slice, int64_t row) const {
   return row < slice.width ? slice.first + row : format_.intermediate_size + slice.first + row - slice.width;
 }
 
-void ExpertStore::load(int pool, int64_t expert, const ExpertTensors& from) {
-  Slice& slice = slices_[pool];
-  const int64_t h = format_.hidden_size, i = format_.intermediate_size, w = slice.width;
-  const int64_t row13 = slice.w13.stride / (2 * w), scale13 = slice.w13_scale.stride / (2 * w);
-  for (int64_t row = 0; row < 2 * w; ++row) {
-    int64_t source = source_row(slice, row);
-    std::memcpy(slice.w13.at(expert) + row * row13, from.w13 + source * row13, row13);
-    if (scale13) std::memcpy(slice.w13_scale.at(expert) + row * scale13, from.w13_scale + source * scale13, scale13);
-    if (format_.w13_bias) slice.w13_bias[expert * 2 * w + row] = from.w13_bias[source];
-  }
-  const int64_t row2 = slice.w2.stride / h, scale2 = slice.w2_scale.stride / h;
-  const int64_t full2 = format_.bfloat16 ? i * 2 : i / 2, begin2 = format_.bfloat16 ? slice.first * 2 : slice.first / 2;
-  for (int64_t row = 0; row < h; ++row) {
-    std::memcpy(slice.w2.at(expert) + row * row2, from.w2 + row * full2 + begin2, row2);
-    if (scale2)
-      std::memcpy(slice.w2_scale.at(expert) + row * scale2, from.w2_scale + row * (i / kBlock) + slice.first / kBlock,
-                  scale2);
-  }
-  if (!slice.w2_bias.empty()) std::memcpy(&slice.w2_bias[expert * h], from.w2_bias, h * sizeof(float));
+// Row of the checkpoint's w13 with gate (0) or up (1) number i of the slice.
+int64_t ExpertStore::source_row(const Slice& slice, int part, int64_t i) const {
+  if (format_.w13_layout == W13Layout::kInterleaved) return 2 * (slice.first + i) + part;
+  const bool second = (part == 1) == (format_.w13_layout == W13Layout::kGateUp);
+  return slice.first + i + (second ? format_.intermediate_size : 0);
 }
 
-void ExpertStore::read(int pool, int64_t expert, const MutableExpertTensors& to) const {
-  const Slice& slice = slices_[pool];
-  const int64_t h = format_.hidden_size, i = format_.intermediate_size, w = slice.width;
-  const int64_t row13 = slice.w13.stride / (2 * w), scale13 = slice.w13_scale.stride / (2 * w);
-  for (int64_t row = 0; row < 2 * w; ++row) {
-    int64_t source = source_row(slice, row);
-    std::memcpy(to.w13 + source * row13, slice.w13.at(expert) + row * row13, row13);
-    if (scale13) std::memcpy(to.w13_scale + source * scale13, slice.w13_scale.at(expert) + row * scale13, scale13);
-    if (format_.w13_bias) to.w13_bias[source] = slice.w13_bias[expert * 2 * w + row];
+// Between a row of the checkpoint (codes, scales) and row r of a tile.
+template <bool kLoad>
+void ExpertStore::move_row(uint8_t* codes, uint8_t* scales, uint8_t* tile_codes, uint8_t* tile_scales, int64_t r,
+                           int64_t num_blocks) {
+  constexpr int64_t kWords = kBlock / 2 / 4;
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    for (int64_t j = 0; j < kWords; ++j)
+      move<kLoad>(tile_codes + b * kTileBlockBytes + (j * kTileRows + r) * 4, codes + (b * kWords + j) * 4, 4);
+    move<kLoad>(tile_scales + b * kTileRows + r, scales + b, 1);
   }
-  const int64_t row2 = slice.w2.stride / h, scale2 = slice.w2_scale.stride / h;
-  const int64_t full2 = format_.bfloat16 ? i * 2 : i / 2, begin2 = format_.bfloat16 ? slice.first * 2 : slice.first / 2;
-  for (int64_t row = 0; row < h; ++row) {
-    std::memcpy(to.w2 + row * full2 + begin2, slice.w2.at(expert) + row * row2, row2);
-    if (scale2)
-      std::memcpy(to.w2_scale + row * (i / kBlock) + slice.first / kBlock, slice.w2_scale.at(expert) + row * scale2,
-                  scale2);
-  }
-  if (!slice.w2_bias.empty()) std::memcpy(to.w2_bias, &slice.w2_bias[expert * h], h * sizeof(float));
 }
+
+template <bool kLoad>
+void ExpertStore::transfer(int pool, int64_t expert, const MutableExpertTensors& checkpoint) {
+  Slice& slice = slices_[pool];
+  const int64_t h = format_.hidden_size, i = format_.intermediate_size, w = slice.width;
+  if (format_.w13_bias)
+    for (int64_t row = 0; row < 2 * w; ++row)
+      move<kLoad>(&slice.w13_bias[expert * 2 * w + row], checkpoint.w13_bias + source_row(slice, row), sizeof(float));
+  if (!slice.w2_bias.empty()) move<kLoad>(&slice.w2_bias[expert * h], checkpoint.w2_bias, h * sizeof(float));
+
+  uint8_t *w13 = slice.w13.at(expert), *w2 = slice.w2.at(expert);
+  if (layout_ == WeightLayout::kBFloat16) {
+    for (int64_t row = 0; row < 2 * w; ++row)
+      move<kLoad>(w13 + row * h * 2, checkpoint.w13 + source_row(slice, row) * h * 2, h * 2);
+    for (int64_t row = 0; row < h; ++row)
+      move<kLoad>(w2 + row * w * 2, checkpoint.w2 + (row * i + slice.first) * 2, w * 2);
+    return;
+  }
+  uint8_t *w13_scale = slice.w13_scale.at(expert), *w2_scale = slice.w2_scale.at(expert);
+  const int64_t hb = h / kBlock, ib = i / kBlock, wb = w / kBlock;
+  if (layout_ == WeightLayout::kX86V1) {
+    for (int64_t row = 0; row < w; ++row) {
+      for (int part = 0; part < 2; ++part) {
+        const int64_t tile = row / kTileRows * 2 + part, source = source_row(slice, part, row);
+        move_row<kLoad>(checkpoint.w13 + source * h / 2, checkpoint.w13_scale + source * hb,
+                        w13 + tile * hb * kTileBlockBytes, w13_scale + tile * hb * kTileRows, row % kTileRows, hb);
+      }
+    }
+    for (int64_t row = 0; row < h; ++row) {
+      const int64_t tile = row / kTileRows;
+      move_row<kLoad>(checkpoint.w2 + (row * i + slice.first) / 2,
+                      checkpoint.w2_scale + row * ib + slice.first / kBlock, w2 + tile * wb * kTileBlockBytes,
+                      w2_scale + tile * wb * kTileRows, row % kTileRows, wb);
+    }
+    return;
+  }
+  for (int64_t row = 0; row < 2 * w; ++row) {
+    const int64_t source = source_row(slice, row);
+    move<kLoad>(w13 + row * h / 2, checkpoint.w13 + source * h / 2, h / 2);
+    move<kLoad>(w13_scale + row * hb, checkpoint.w13_scale + source * hb, hb);
+  }
+  for (int64_t row = 0; row < h; ++row) {
+    move<kLoad>(w2 + row * w / 2, checkpoint.w2 + (row * i + slice.first) / 2, w / 2);
+    move<kLoad>(w2_scale + row * wb, checkpoint.w2_scale + row * ib + slice.first / kBlock, wb);
+  }
+}
+
+void ExpertStore::load(int pool, int64_t expert, const ExpertTensors& from) {
+  // transfer<true> only reads the checkpoint's side.
+  transfer<true>(
+      pool, expert,
+      {const_cast<uint8_t*>(from.w13), const_cast<uint8_t*>(from.w13_scale), const_cast<uint8_t*>(from.w2),
+       const_cast<uint8_t*>(from.w2_scale), const_cast<float*>(from.w13_bias), const_cast<float*>(from.w2_bias)});
+}
+
+void ExpertStore::read(int pool, int64_t expert, const MutableExpertTensors& to) { transfer<false>(pool, expert, to); }
 
 void ExpertStore::unload(int pool, int64_t expert) {
   Slice& slice = slices_[pool];
@@ -145,7 +202,7 @@ ExpertWeights ExpertStore::view(const Slice& slice, int pool) const {
   return {format_.num_experts,
           format_.hidden_size,
           slice.width,
-          format_.bfloat16 ? WeightLayout::kBFloat16 : WeightLayout::kCheckpoint,
+          layout_,
           format_.w13_layout,
           slice.w13.data,
           slice.w13_scale.data,

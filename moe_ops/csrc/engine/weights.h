@@ -38,7 +38,7 @@ class ExpertStore : public Experts {
   // Of one pool, on a thread of that pool, between jobs (run_on_pools): memory is placed where it is first touched.
   void load(int pool, int64_t expert, const ExpertTensors& tensors);
   void unload(int pool, int64_t expert);
-  void read(int pool, int64_t expert, const MutableExpertTensors& tensors) const;
+  void read(int pool, int64_t expert, const MutableExpertTensors& tensors);
   // Bookkeeping of the two above, between jobs.
   void set_present(int64_t expert, bool present) { present_[expert] = present; }
   bool present(int64_t expert) const { return present_[expert]; }
@@ -63,8 +63,15 @@ class ExpertStore : public Experts {
   ExpertWeights view(const Slice& slice, int pool) const;
   // Row of the checkpoint's w13 that holds local row `row` of the slice.
   int64_t source_row(const Slice& slice, int64_t row) const;
+  int64_t source_row(const Slice& slice, int part, int64_t i) const;
+  template <bool kLoad>
+  void transfer(int pool, int64_t expert, const MutableExpertTensors& checkpoint);
+  template <bool kLoad>
+  static void move_row(uint8_t* codes, uint8_t* scales, uint8_t* tile_codes, uint8_t* tile_scales, int64_t r,
+                       int64_t num_blocks);
 
   const WeightsFormat format_;
+  const WeightLayout layout_;
   std::vector<Slice> slices_;
   std::vector<uint8_t> present_;
 };
