@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops import _repacked
 from moe_ops._errors import require
 from moe_ops.meta.fused_mxfp4_moe import (
     BLOCK,
@@ -102,7 +103,6 @@ class Mxfp4Experts:
     w13_layout: str
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
-    consumed: bool = False
 
     def __post_init__(self) -> None:
         op = type(self).__name__
@@ -152,7 +152,7 @@ class Mxfp4Experts:
         require(layout == X86_V1, "prepare", "layout", f"'{X86_V1}'", f"'{layout}'")
         for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale):
             require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
-        self.consumed = True
+        _repacked.mark(self.w13, self.w13_scale, self.w2, self.w2_scale)
         for expert in range(self.num_experts):
             w13, w13_scale = _w13_tiles(self.w13[expert], self.w13_scale[expert], self.w13_layout)
             self.w13[expert].view(-1).copy_(w13.view(-1))
@@ -173,7 +173,7 @@ class Mxfp4Experts:
         )
 
     def _require_unused(self) -> None:
-        if self.consumed:
+        if any(map(_repacked.is_marked, (self.w13, self.w13_scale, self.w2, self.w2_scale))):
             raise RuntimeError(
                 "Mxfp4Experts: the weights have been prepared and no longer hold checkpoint bytes; "
                 "use what prepare() returned"

@@ -17,6 +17,9 @@ from tests.support import assert_same, make_experts, make_routing, make_rows
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
 
 
+WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
+
+
 def make(layout: str = "gate_up", experts: int = 3, inter: int = 64, hidden: int = 96, bias: bool = True):
     tensors = make_experts(experts, inter, hidden)
     biases = {"w13_bias": torch.randn(experts, 2 * inter), "w2_bias": torch.randn(experts, hidden)} if bias else {}
@@ -87,6 +90,20 @@ def test_source_is_used_up():
     for use in (experts.prepare, experts.arguments):
         with pytest.raises(RuntimeError, match="have been prepared"):
             use()
+
+
+def test_memory_is_repacked_once():
+    """Also through another container over the same tensors; neighbours in the same storage are untouched."""
+    first, second = make(), make()
+    stacked = {name: torch.stack([getattr(first, name), getattr(second, name)]) for name in WEIGHTS}
+    layer = [Mxfp4Experts(**{name: stacked[name][i] for name in WEIGHTS}, w13_layout=first.w13_layout) for i in (0, 1)]
+    again = Mxfp4Experts(**{name: stacked[name][0] for name in WEIGHTS}, w13_layout=first.w13_layout)
+    layer[0].prepare()
+    for use in (again.prepare, again.arguments):
+        with pytest.raises(RuntimeError, match="have been prepared"):
+            use()
+    assert_same(layer[1].w13, second.w13)
+    layer[1].prepare()
 
 
 def test_wrong_layouts_are_refused():
