@@ -58,6 +58,10 @@ def accelerators() -> list[str]:
     else:
         loaded = hasattr(torch, "npu") and torch.npu.is_available()
         lines.append(f"torch_npu {version_of('torch_npu')}, {'device present' if loaded else 'not imported'}")
+        if loaded:
+            from moe_ops.npu import support
+
+            lines += support.lines()
     return lines
 
 

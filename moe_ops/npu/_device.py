@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 # Prefixes of torch.npu.get_device_name(): the generations whose operator contracts docs/npu.md lists.
-_FAMILIES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5"}
+FAMILIES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5"}
 
 
 def require_npu(op: str) -> None:
@@ -28,7 +28,7 @@ def runtime() -> ModuleType:
 @cache
 def _family(index: int) -> str:
     name = runtime().get_device_name(index)
-    return next((family for prefix, family in _FAMILIES.items() if name.startswith(prefix)), "")
+    return next((family for prefix, family in FAMILIES.items() if name.startswith(prefix)), "")
 
 
 def family(device: torch.device) -> str:

@@ -316,3 +316,47 @@ def test_second_device(experts):
         pytest.skip("needs two devices")
     host = inputs(6)
     close(layer(experts, *(tensor.to("npu:1") for tensor in host)), expected(*host))
+
+
+def test_hybrid_layer_eager_captured_and_with_other_residents(engine, stream):
+    """Device and CPU experts in one call; residents change in place, under a graph that was captured before."""
+    name = "hybrid"
+    cpu_experts = engine.add_experts(name, EXPERTS, HIDDEN, INTER, **OPTIONS)
+    for index in range(EXPERTS):
+        cpu_experts.load_expert(index, *(tensor[index] for tensor in WEIGHTS.values()))
+    layer = moe_ops.HybridExperts(cpu_experts, 2, device="npu")
+    layer.place([1, 4])
+    host = inputs(7)
+    static = [tensor.npu() for tensor in host[:3]]
+    zeros = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        close(layer(*static)[0], expected(*host[:3], zeros))
+        graph = torch.npu.NPUGraph()
+        torch.npu.synchronize()
+        with torch.npu.graph(graph, stream=stream):
+            result = layer(*static)[0]
+    for seed, residents in ((8, [1, 4]), (9, [0, 5]), (10, [])):
+        layer.place(residents)
+        host = inputs(seed)
+        for tensor, value in zip(static, host, strict=False):
+            tensor.copy_(value)
+        graph.replay()
+        close(result, expected(*host[:3], zeros))
+
+
+def test_graph_replayed_many_times(engine, experts, stream):
+    """Tickets, blocks and staging are used again: nothing grows, and nothing is lost."""
+    host = inputs(1)
+    static = [tensor.npu() for tensor in host]
+    layer(experts, *static)
+    graph, (result,) = capture(experts, static, stream)
+    graph.replay()
+    torch.npu.synchronize()
+    before, staging = engine.stats(), _staging.staging_size(0)
+    for _ in range(1000):
+        graph.replay()
+    torch.npu.synchronize()
+    after = engine.stats()
+    assert after["submitted"] - before["submitted"] == 1000 and after["failed"] == before["failed"]
+    assert after["outstanding"] == before["outstanding"] and _staging.staging_size(0) == staging
+    close(result, expected(*host))

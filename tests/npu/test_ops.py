@@ -306,3 +306,18 @@ def test_prepared_weights_are_rejected_as_raw_ones_and_the_other_way_round():
         OPS.fused_mxfp4_moe(x, ids, weights, *prepared, w13_layout="gate_up")
     with pytest.raises(ValueError, match=rf"^fused_mxfp4_moe: w13 must be .* for weight_layout '{layout}', got "):
         OPS.fused_mxfp4_moe(x, ids, weights, *EXPERTS_NPU, w13_layout="gate_up", weight_layout=layout)
+
+
+def test_info_says_what_is_used():
+    from moe_ops.npu import support
+
+    lines = support.lines()
+    assert lines[0].startswith(f"npu:0 {torch.npu.get_device_name(0)}, A") and "grouped matmul" in lines[0]
+    assert lines[-1].startswith("CPU experts: aclrtLaunchHostFunc")
+
+
+def test_info_of_a_device_that_is_not_known(monkeypatch):
+    from moe_ops.npu import support
+
+    monkeypatch.setattr(_device, "_family", lambda index: "")
+    assert "plain ATen compositions" in support.describe_device(0)

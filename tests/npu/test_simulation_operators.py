@@ -79,6 +79,15 @@ def test_copies_and_casts() -> None:
     check(lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1)), x)
 
 
+def test_foreach_copy() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        targets = [torch.zeros_like(x), torch.zeros_like(x[0])]
+        torch._foreach_copy_(targets, [x, x[1]])
+        return tuple(targets)
+
+    check(function, make(4, 6))
+
+
 def test_reductions_and_scans() -> None:
     x = make(6, 9, dtype=torch.int64)
     check(lambda x: (x.sum(), x.sum(0), x.cumsum(0), x.cumsum(1, dtype=torch.int32), x.max(), x.min(), x.amax(1)), x)

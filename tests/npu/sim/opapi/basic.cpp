@@ -267,6 +267,8 @@ OPERATOR(aclnnNonzeroV2, (Tensor self, aclTensor* out), (self, out), set_shape(o
 OPERATOR(aclnnCat, (TensorList tensors, int64_t dim, Tensor out), (tensors, dim, out), out.copy_(at::cat(tensors, dim)))
 OPERATOR(aclnnStack, (TensorList tensors, int64_t dim, Tensor out), (tensors, dim, out),
          out.copy_(at::stack(tensors, dim)))
+OPERATOR(aclnnForeachCopy, (TensorList sources, TensorList targets), (sources, targets),
+         for (size_t i = 0; i < sources.size(); i++) targets[i].copy_(sources[i]))
 OPERATOR(aclnnRepeat, (Tensor self, IntArray repeats, Tensor out), (self, repeats, out),
          out.copy_(self.repeat(repeats)))
 OPERATOR(aclnnFlip, (Tensor self, IntArray dims, Tensor out), (self, dims, out), out.copy_(at::flip(self, dims)))
