@@ -4,8 +4,8 @@
                                                [--threads 2] [--seconds 2] [--append] [--vllm PATH/_C.abi3.so]
     python benchmarks/bench_fused_mxfp4_moe.py --plot results/NAME
 
-Weights are random codes with scales that keep sums near one; activations bfloat16; SiLU without limits. Cold: calls rotate
-over experts (T = 1) or over layers and routings (T > 1), more memory than the caches hold. Bytes counted are those of
+Weights are random codes with scales that keep sums near one; activations bfloat16; SiLU without limits. Cold: calls
+rotate over experts (T = 1) or over layers and routings (T > 1), more memory than the caches hold. Bytes counted are of
 the distinct experts' codes and scales, FLOPs two for each weight and routed row. `roof_share` is the larger of the two
 shares of the limits measured in the same run. Providers:
 

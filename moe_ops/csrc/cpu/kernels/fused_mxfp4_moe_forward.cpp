@@ -258,6 +258,13 @@ class Forward {
     }
   }
 
+  // Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
+  // second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
+  static int chunk_rows(const Activations& from) {
+    constexpr int64_t kBytes = int64_t{1} << 20;
+    return from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows;
+  }
+
   // Rows [begin, begin + count) of a job times the tiles of a group, into scratch.out [count][kGroupRows].
   void product(const Job& job, const Activations& from, const TileGroup& group, int begin, int count,
                Scratch& scratch) const {
@@ -277,13 +284,14 @@ class Forward {
     // Item -> job: items of a job are its chunks of rows, and in each all groups.
     std::vector<int64_t> ends;
     int64_t items = 0;
-    for (const Job& job : plan_.jobs) ends.push_back(items += (job.num_rows + kMaxRows - 1) / kMaxRows * groups);
+    const int most = chunk_rows(x_);
+    for (const Job& job : plan_.jobs) ends.push_back(items += (job.num_rows + most - 1) / most * groups);
     const bool permute = view_.is_mxfp4();
     for_items(items, items * w_.hidden_size * kGroupRows, [&](Scratch& scratch, int64_t item) {
       const size_t j = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
       const Job& job = plan_.jobs[j];
       const int64_t local = item - (j ? ends[j - 1] : 0), g = local % groups;
-      const int begin = static_cast<int>(local / groups) * kMaxRows, end = std::min(job.num_rows, begin + kMaxRows);
+      const int begin = static_cast<int>(local / groups) * most, end = std::min(job.num_rows, begin + most);
       TileGroup group;
       alignas(64) float bias_values[kGroupRows];
       view_.w13_group(job.expert, g, scratch.tiles, &group);
@@ -321,7 +329,7 @@ class Forward {
       for (int64_t t = first_; t < first_ + count_; ++t)
         std::memset(sum_row(t) + begin, 0, (end - begin) * sizeof(float));
       for (const Job& job : plan_.jobs) {
-        for (int chunk = 0; chunk < job.num_rows; chunk += kMaxRows) {
+        for (int chunk = 0; chunk < job.num_rows; chunk += chunk_rows(h_)) {
           for (int64_t g = first; g < last; ++g) second_group(job, chunk, g * group_tiles, group_tiles, scratch);
         }
       }
@@ -340,7 +348,7 @@ class Forward {
     view_.w2_group(job.expert, first_tile, static_cast<int>(std::min<int64_t>(group_tiles, tiles - first_tile)),
                    scratch.tiles, &group);
     const float* bias = w_.w2_bias ? w_.w2_bias + job.expert * w_.hidden_size + column : nullptr;
-    const int end = std::min(job.num_rows, chunk + kMaxRows);
+    const int end = std::min(job.num_rows, chunk + chunk_rows(h_));
     product(job, h_, group, chunk, end - chunk, scratch);
     for (int r = chunk; r < end; ++r) {
       const Slot& slot = job.slots[r];
