@@ -15,7 +15,7 @@ namespace moe_ops {
 namespace mxfp4 {
 namespace {
 
-constexpr int kFloatRows = 8;  // rows widened at once for gemm_f32
+constexpr int kFloatRows = 8;                       // rows widened at once for gemm_f32
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // intermediate results of one round of tokens
 constexpr int64_t kInlineElements = 16384;          // less preparation than this is not worth waking threads for
 
