@@ -401,41 +401,24 @@ def test_python_threads_and_the_gil(layers):
 
 def test_residents_change_under_a_captured_graph(engine):
     """The device's slots keep their addresses: a graph sees the new residents, and every expert counts once."""
-    stack = [
-        moe_ops.HybridExperts(add_layer(engine, f"hybrid{i}", seed=i), 2, device="cuda", max_deferred=1 - i)
-        for i in range(2)
-    ]
+    stack = [moe_ops.HybridExperts(add_layer(engine, f"hybrid{i}", seed=i), 2, device="cuda") for i in range(2)]
 
-    def model(x, ids, weights):
-        deferred = stack[0].no_deferred()
+    def model(stack, x, ids, weights):
         for layer in stack:
-            y, deferred = layer(x, ids, weights, deferred)
-            x = x + y
+            x = x + layer(x, ids, weights)[0]
         return x
 
     batch = batch_of(11)
-    with new_engine() as other:
-        alone = [moe_ops.HybridExperts(add_layer(other, f"{i}", seed=i), 0) for i in range(2)]
-        x = batch[0]
-        for layer in alone:
-            x = x + layer(x, *batch[1:])[0]
     static = to_cuda(batch)
-    with torch.no_grad():
-        warm_up(lambda: model(*static))
+    with new_engine() as other, torch.no_grad():
+        alone = [moe_ops.HybridExperts(add_layer(other, f"{i}", seed=i), 0) for i in range(2)]
+        wanted = model(alone, *batch)
+        warm_up(lambda: model(stack, *static))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = model(*static)
+            out = model(stack, *static)
         for residents in ([], [0, 1], [3], [4, 0], [5, 2], []):
             for layer in stack:
                 layer.place(residents)
             graph.replay()
-            torch.cuda.synchronize()
-            if not residents:
-                # With deferral a layer's late part arrives in the next layer, so the first layer's input differs.
-                first = out.clone()
-            assert torch.isfinite(out).all()
-            torch.testing.assert_close(out, first, rtol=2e-3, atol=2e-3)
-        for layer in stack:
-            layer.max_deferred = 0
-            layer.place([1, 4])
-        torch.testing.assert_close(model(*static).cpu(), x, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(out.cpu(), wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
