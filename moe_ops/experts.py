@@ -38,6 +38,7 @@ from moe_ops.meta.fused_mxfp4_moe import (
 from moe_ops.reference.mxfp4 import quantize_mxfp4
 
 X86_V1 = "x86_v1"
+SM90_V1 = "sm90_v1"
 TILE_ROWS = 16
 TILE_BLOCK_BYTES = TILE_ROWS * BLOCK // 2
 
@@ -145,11 +146,14 @@ class Mxfp4Experts:
     def prepare(self, layout: str = X86_V1) -> PreparedExperts:
         """Repack into `layout`, in the memory of the source tensors: peak memory is the weights and one expert.
 
-        The source is used up: its tensors (and every other view of their memory) no longer hold checkpoint bytes, and a
+        "x86_v1" is for the CPU, "sm90_v1" for Hopper cards (`moe_ops.cuda.prepare` asks first whether it applies). The
+        source is used up: its tensors (and every other view of their memory) no longer hold checkpoint bytes, and a
         second call raises.
         """
         self._require_unused()
-        require(layout == X86_V1, "prepare", "layout", f"'{X86_V1}'", f"'{layout}'")
+        if layout == SM90_V1:
+            return self._prepare_sm90()
+        require(layout == X86_V1, "prepare", "layout", f"'{X86_V1}' or '{SM90_V1}'", f"'{layout}'")
         for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale):
             require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
         _repacked.mark(self.w13, self.w13_scale, self.w2, self.w2_scale)
@@ -166,6 +170,21 @@ class Mxfp4Experts:
         return PreparedExperts(
             **packed,
             weight_layout=layout,
+            w13_layout=self.w13_layout,
+            hidden_size=self.hidden_size,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+        )
+
+    def _prepare_sm90(self) -> PreparedExperts:
+        from moe_ops.cuda import prepare_sm90
+
+        raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        packed = prepare_sm90(*raw, w13_layout=self.w13_layout)  # refuses before it writes
+        self.consumed = True
+        return PreparedExperts(
+            *packed,
+            weight_layout=SM90_V1,
             w13_layout=self.w13_layout,
             hidden_size=self.hidden_size,
             w13_bias=self.w13_bias,
@@ -206,6 +225,16 @@ class PreparedExperts:
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of fused_mxfp4_moe that describe these weights."""
         return {name: getattr(self, name) for name in (*WEIGHTS, *BIASES, "w13_layout", "weight_layout")}
+
+    def to(self, device: torch.device | str) -> PreparedExperts:
+        """The same weights on another device."""
+        tensors = {name: getattr(self, name) for name in (*WEIGHTS, *BIASES)}
+        moved: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()
+        }
+        return PreparedExperts(
+            **moved, weight_layout=self.weight_layout, w13_layout=self.w13_layout, hidden_size=self.hidden_size
+        )
 
     def checkpoint_expert(self, expert: int) -> dict[str, Tensor]:
         """One expert's w13, w13_scale, w2 and w2_scale in checkpoint form, copied."""
@@ -251,7 +280,7 @@ class PreparedExperts:
                 for tensor in tensors.values():
                     # An expert at a time: no second copy of the weights.
                     for part in tensor.contiguous():
-                        file.write(bytes(part.contiguous().view(torch.uint8).numpy().data))
+                        file.write(bytes(part.contiguous().cpu().view(torch.uint8).numpy().data))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

@@ -8,16 +8,9 @@ from typing import Any
 import torch
 
 from moe_ops._errors import require
+from moe_ops.cuda.plans import Geometry, Plan, cached_plan, chunk_of
 from moe_ops.cuda.prepare import LAYOUT
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
-
-# Limits of the decode kernel: it takes at most this many slots, and is the fastest up to this many tokens.
-DECODE_SLOTS = 512
-DECODE_TOKENS = 64
-# Above this many rows per expert, tiles of up to 128 tokens instead of 32.
-NARROW_ROWS = 24
-# Of hidden activations and unsummed results; a larger batch is computed in pieces.
-WORKSPACE_BYTES = 2 << 30
 
 
 def _float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -38,6 +31,7 @@ def _grouped(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     expert_map: torch.Tensor | None,
     function: tuple[Any, ...],
+    wide: bool,
     out: torch.Tensor,
 ) -> None:
     """Map, both matmuls, weighted sum."""
@@ -51,12 +45,21 @@ def _grouped(
         ids, row_map, counts, num_rows=slots, row_slot=row_slot, expert_map=expert_map, topk_weights=weights
     )
     rows = x.new_empty((slots, x.shape[1]), dtype=torch.float32)
-    wide = slots > NARROW_ROWS * num_experts
     torch.ops.moe_ops._sm90_grouped.default(x, row_slot, counts, *tensors, *biases, *function, ids.shape[1], wide, rows)
     combine_rows(rows, row_map, weights, out)
 
 
-def _fused_mxfp4_moe_sm90(
+def run_kernel(kernel: str | None, *args: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+    """_fused_mxfp4_moe_sm90 with a named kernel of plans.KERNELS, for tuning; None: by plan."""
+    _compute(*args, kernel=kernel, out=out, **options)
+
+
+def _fused_mxfp4_moe_sm90(*args: Any, **options: Any) -> None:
+    """Write all of `out`; fused_mxfp4_moe has checked the arguments that it knows."""
+    _compute(*args, **options)
+
+
+def _compute(
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -75,8 +78,8 @@ def _fused_mxfp4_moe_sm90(
     batch_invariant: bool = False,
     weight_layout: str = LAYOUT,
     out: torch.Tensor,
+    kernel: str | None = None,
 ) -> None:
-    """Write all of `out`; fused_mxfp4_moe has checked the arguments that it knows."""
     op = "fused_mxfp4_moe"
     require(weight_layout == LAYOUT, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
     is_half = hidden_states.dtype in (torch.bfloat16, torch.float16)
@@ -94,32 +97,31 @@ def _fused_mxfp4_moe_sm90(
     kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
     intermediate = w13.shape[1] * 8
     row_places = {"gate_up": [0, intermediate, 1], "up_gate": [intermediate, 0, 1], "interleaved": [0, 1, 2]}
+    function = (row_places[w13_layout], kind == "swiglu_oai", math.inf if limit is None else limit, alpha)
+    if expert_map is not None and expert_map.numel() == 0:
+        expert_map, topk_ids = None, torch.full_like(topk_ids, -1)
     x, ids = _aligned_rows(hidden_states), topk_ids.contiguous()
     weights = topk_weights.to(torch.float32).contiguous()
     result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     biases = _float32(w13_bias), _float32(w2_bias)
     routes = None if expert_map is None else expert_map.contiguous()
-    function = (
-        row_places[w13_layout],
-        kind == "swiglu_oai",
-        math.inf if limit is None else limit,
-        alpha,
-    )
     tensors = (w13, w13_scale, w2, w2_scale)
+    geometry = Geometry(w13.shape[0], x.shape[1], intermediate, top_k)
     # The grouped kernel has bfloat16 operands, and sums in another order than the decode kernel.
-    if num_tokens <= DECODE_TOKENS or batch_invariant or hidden_states.dtype != torch.bfloat16:
-        step = max(1, min(DECODE_TOKENS, DECODE_SLOTS // top_k))
-        for first in range(0, num_tokens, step):
-            part = slice(first, first + step)
-            torch.ops.moe_ops._sm90_decode.default(
-                x[part], ids[part], weights[part], *tensors, biases[0], biases[1], routes, *function, batch_invariant,
-                result[part],
-            )  # fmt: skip
+    if batch_invariant or x.dtype != torch.bfloat16:
+        kernel = "decode"
+    if kernel is None:
+        plan = cached_plan(geometry, num_tokens, x.device.index)
     else:
-        bytes_per_token = top_k * (x.shape[1] * 4 + intermediate * 2)
-        step = max(1, WORKSPACE_BYTES // bytes_per_token)
-        for first in range(0, num_tokens, step):
-            part = slice(first, first + step)
-            _grouped(x[part], ids[part], weights[part], tensors, biases, routes, function, result[part])
+        plan = Plan(kernel, chunk_of(geometry, kernel), "given")
+    for first in range(0, num_tokens, plan.chunk):
+        part = slice(first, first + plan.chunk)
+        batch = x[part], ids[part], weights[part]
+        if plan.kernel == "decode":
+            torch.ops.moe_ops._sm90_decode.default(
+                *batch, *tensors, *biases, routes, *function, batch_invariant, result[part]
+            )
+        else:
+            _grouped(*batch, tensors, biases, routes, function, plan.kernel == "wide", result[part])
     if result is not out:
         out.copy_(result)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_ops._errors import require
 from moe_ops.cuda.layout import GROUP, STRIP, pack_codes, pack_scales, w13_row_order
 from moe_ops.meta.fused_mxfp4_moe import PREPARED_LAYOUTS, W13_LAYOUTS, PreparedLayout, checkpoint_geometry
+
+if TYPE_CHECKING:
+    from moe_ops.experts import Mxfp4Experts, PreparedExperts
 
 LAYOUT = "sm90_v1"
 
@@ -44,6 +50,9 @@ PREPARED_LAYOUTS[LAYOUT] = PreparedLayout("cuda", _geometry)
 def sm90_reason(w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor) -> str | None:
     """Why these checkpoint tensors cannot have the Hopper kernels, in one line, or None. Waits for the device."""
     from moe_ops._register import MISSING
+
+    if os.environ.get("MOE_OPS_SM90", "1") == "0":
+        return "MOE_OPS_SM90=0"
 
     if ("_sm90_decode", "CUDA") in MISSING:
         return MISSING["_sm90_decode", "CUDA"]
@@ -109,3 +118,13 @@ def prepare_sm90(
         w2.view(num_experts, strips2, STRIP, -1),
         w2_scale.view(num_experts, strips2, STRIP, -1),
     )
+
+
+def prepare(experts: Mxfp4Experts) -> PreparedExperts | Mxfp4Experts:
+    """Pack experts on a Hopper card, in place. Where the kernels do not apply, one warning says why, and the experts
+    stay as they are, for the portable kernel: both results have `arguments()`."""
+    reason = sm90_reason(experts.w13, experts.w13_scale, experts.w2, experts.w2_scale)
+    if reason is not None:
+        warnings.warn(f"moe_ops: the portable kernel serves these experts: {reason}", stacklevel=2)
+        return experts
+    return experts.prepare(LAYOUT)

@@ -8,7 +8,8 @@ import torch
 import moe_ops
 from moe_ops import reference
 from moe_ops._register import MISSING
-from moe_ops.cuda import LAYOUT, prepare_sm90, sm90_reason
+from moe_ops.cuda import LAYOUT, autotune, plans, prepare_sm90, sm90_reason, warm_up
+from moe_ops.experts import Mxfp4Experts
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(
@@ -247,3 +248,34 @@ def test_reason():
     assert sm90_reason(*weights) is None
     weights[1][0, 0, 0] = 255
     assert "1 scales of w13_scale" in sm90_reason(*weights)
+
+
+@pytest.mark.parametrize("kernel", plans.KERNELS)
+@pytest.mark.parametrize("num_tokens", [3, 100])
+def test_every_kernel_serves_every_batch(kernel, num_tokens, monkeypatch):
+    weights, _ = layer(640, 352, 8, bias=True)
+    monkeypatch.setattr(plans, "PINS", plans.parse_pins(f"1-100000={kernel}"))
+    plans.cached_plan.cache_clear()
+    actual, expected = both(weights, batch(num_tokens, 640, 8, 4), w13_layout="gate_up")
+    plans.cached_plan.cache_clear()
+    assert relative(actual, expected) < 4e-3
+
+
+def test_warm_up_and_tuning(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOE_OPS_CACHE_DIR", str(tmp_path))
+    weights, _ = layer(640, 352, 8)
+    prepared = Mxfp4Experts(*weights, w13_layout="gate_up").prepare(LAYOUT)
+    warm_up(prepared.arguments(), 4, token_counts=(1, 100, 2000))
+    chosen = autotune(prepared.arguments(), 4, token_counts=(8, 128))
+    plans.forget_tuned()
+    assert sorted(chosen) == [8, 128] and set(chosen.values()) <= set(plans.KERNELS)
+    assert plans.cache_file().exists()
+
+
+def test_a_large_batch_in_chunks(monkeypatch):
+    weights, _ = layer(96, 64, 8)
+    monkeypatch.setattr(plans, "WORKSPACE_BYTES", 300 * plans.Geometry(8, 96, 64, 4).bytes_per_token)
+    plans.cached_plan.cache_clear()
+    actual, expected = both(weights, batch(1000, 96, 8, 4), w13_layout="gate_up")
+    plans.cached_plan.cache_clear()
+    assert relative(actual, expected) < 4e-3

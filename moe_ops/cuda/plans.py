@@ -1,0 +1,236 @@
+"""Which Hopper kernel serves a batch: pinned by a table, tuned on the card, or by rule.
+
+Kernels, by name:
+    decode  one persistent launch, for at most 512 routed slots at a time
+    narrow  grouped matmul with tiles of up to 32 tokens
+    wide    grouped matmul with tiles of up to 128 tokens
+
+A plan belongs to a geometry (experts, sizes, top-k) and a capacity, a number of tokens from LADDER; layers of the same
+geometry share it, and a batch uses the plan of the smallest capacity that holds it. Above the last capacity a batch
+runs in chunks of it.
+
+MOE_OPS_SM90_PLANS pins plans: entries `lo-hi[@k<top_k>]=<kernel>` or `=rule`, separated by commas; the first that holds
+the capacity wins, and wins over tuning. Tuned plans are kept in a file (`cache_file`) under a key of everything that
+they depend on. MOE_OPS_SM90_TUNE=cache: `autotune` takes what the file has and measures nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from moe_ops._version import __version__
+
+KERNELS = ("decode", "narrow", "wide")
+# Slots of one decode launch, and the most tokens for which the rule takes it.
+DECODE_SLOTS = 512
+DECODE_TOKENS = 64
+# Above this many rows per expert the rule takes tiles of up to 128 tokens.
+NARROW_ROWS = 24
+LADDER = (*range(1, 9), 10, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+# Of a batch's hidden activations and unsummed results.
+WORKSPACE_BYTES = 2 << 30
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.top_k * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Pin:
+    low: int
+    high: int
+    top_k: int | None
+    kernel: str | None  # None: by rule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """kernel: of KERNELS. chunk: tokens of one launch. source: "pinned", "tuned" or "rule"."""
+
+    kernel: str
+    chunk: int
+    source: str
+
+
+_ENTRY = re.compile(r"(\d+)(?:-(\d+))?(?:@k(\d+))?=([a-z]+)")
+
+
+def parse_pins(text: str) -> tuple[Pin, ...]:
+    pins = []
+    for entry in "".join(text.split()).split(","):
+        if not entry:
+            continue
+        match = _ENTRY.fullmatch(entry)
+        low = int(match[1]) if match else 0
+        high = int(match[2] or low) if match else 0
+        known = match is not None and (match[4] in KERNELS or match[4] == "rule")
+        if match is None or not known or low < 1 or high < low:
+            raise RuntimeError(
+                f"MOE_OPS_SM90_PLANS: entry '{entry}' must be lo[-hi][@k<top_k>]=<{'|'.join(KERNELS)}|rule>"
+            )
+        pins.append(Pin(low, high, int(match[3]) if match[3] else None, None if match[4] == "rule" else match[4]))
+    return tuple(pins)
+
+
+PINS = parse_pins(os.environ.get("MOE_OPS_SM90_PLANS", ""))
+
+# (device kind, geometry) -> capacity -> kernel
+_tuned: dict[tuple[str, Geometry], dict[int, str]] = {}
+
+
+def capacity_of(num_tokens: int) -> int:
+    """The smallest capacity that holds the batch, or the last."""
+    return next((capacity for capacity in LADDER if capacity >= num_tokens), LADDER[-1])
+
+
+def by_rule(geometry: Geometry, capacity: int) -> str:
+    if capacity <= DECODE_TOKENS:
+        return "decode"
+    return "wide" if capacity * geometry.top_k > NARROW_ROWS * geometry.num_experts else "narrow"
+
+
+def chunk_of(geometry: Geometry, kernel: str) -> int:
+    """The most tokens of one launch."""
+    if kernel == "decode":
+        return max(1, min(DECODE_TOKENS, DECODE_SLOTS // geometry.top_k))
+    return max(1, min(LADDER[-1], WORKSPACE_BYTES // geometry.bytes_per_token))
+
+
+def plan_for(geometry: Geometry, num_tokens: int, device_kind: str) -> Plan:
+    capacity = capacity_of(num_tokens)
+    for pin in PINS:
+        if pin.low <= capacity <= pin.high and pin.top_k in (None, geometry.top_k):
+            kernel = pin.kernel or by_rule(geometry, capacity)
+            return Plan(kernel, chunk_of(geometry, kernel), "pinned" if pin.kernel else "rule")
+    tuned = _tuned.get((device_kind, geometry), {}).get(capacity)
+    kernel = tuned or by_rule(geometry, capacity)
+    return Plan(kernel, chunk_of(geometry, kernel), "tuned" if tuned else "rule")
+
+
+@functools.lru_cache(maxsize=4096)
+def cached_plan(geometry: Geometry, num_tokens: int, device: int) -> Plan:
+    return plan_for(geometry, num_tokens, device_kind(device))
+
+
+@functools.lru_cache(maxsize=64)
+def device_kind(device: int) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.multi_processor_count} multiprocessors"
+
+
+# ---------------------------------------------------------------- tuned plans on disk
+
+
+def cache_file() -> Path:
+    folder = os.environ.get("MOE_OPS_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moe_ops"
+    )
+    return Path(folder) / "sm90_plans.json"
+
+
+def cache_key(kind: str, geometry: Geometry) -> str:
+    """Everything that the fastest kernel depends on."""
+    parts = [
+        f"cache {CACHE_VERSION}",
+        f"moe_ops {__version__}",
+        f"torch {torch.__version__}",
+        f"cuda {torch.version.cuda}",
+    ]
+    return "; ".join([*parts, kind, ", ".join(f"{name} {value}" for name, value in asdict(geometry).items())])
+
+
+def _read_cache() -> dict[str, dict[str, str]]:
+    try:
+        content = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "sm90_plans.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def load_tuned(kind: str, geometry: Geometry) -> dict[int, str]:
+    """Take the file's plans of a geometry into use; capacity -> kernel."""
+    entry = _read_cache().get(cache_key(kind, geometry), {})
+    found = {int(capacity): kernel for capacity, kernel in entry.items() if kernel in KERNELS}
+    if found:
+        _tuned.setdefault((kind, geometry), {}).update(found)
+        cached_plan.cache_clear()
+    return found
+
+
+def store_tuned(kind: str, geometry: Geometry, chosen: dict[int, str]) -> None:
+    """Use these plans from now on, and add them to the file."""
+    _tuned.setdefault((kind, geometry), {}).update(chosen)
+    cached_plan.cache_clear()
+    file = cache_file()
+    try:
+        with _locked(file.parent):
+            content = _read_cache()
+            entry = content.setdefault(cache_key(kind, geometry), {})
+            entry.update({str(capacity): kernel for capacity, kernel in chosen.items()})
+            partial = file.with_name(f"{file.name}.{os.getpid()}")
+            partial.write_text(json.dumps(content, indent=1, sort_keys=True))
+            partial.replace(file)
+    except OSError as error:
+        warnings.warn(f"moe_ops: tuned plans are not kept: {file}: {error}", stacklevel=2)
+
+
+def forget_tuned() -> None:
+    """Back to pins and rules; the file stays."""
+    _tuned.clear()
+    cached_plan.cache_clear()
+
+
+def race(geometry: Geometry, kind: str, capacities: list[int], measure: Callable[[str, int], float]) -> dict[int, str]:
+    """The fastest kernel per capacity. `measure` gives the seconds of one call with a kernel and a number of tokens.
+    Capacities that the file knows, or a pin decides, are not measured; with MOE_OPS_SM90_TUNE=cache none is."""
+    chosen = {capacity: kernel for capacity, kernel in load_tuned(kind, geometry).items() if capacity in capacities}
+    missing = [
+        capacity
+        for capacity in capacities
+        if capacity not in chosen and plan_for(geometry, capacity, kind).source != "pinned"
+    ]
+    if os.environ.get("MOE_OPS_SM90_TUNE", "") == "cache":
+        if missing:
+            warnings.warn(f"moe_ops: no tuned plan for {missing} tokens: by rule", stacklevel=2)
+        return chosen
+    measured = {}
+    for capacity in missing:
+        # A decode launch reads the weights once per chunk: not worth a race far above its limit.
+        kernels = [kernel for kernel in KERNELS if kernel != "decode" or capacity <= 2 * chunk_of(geometry, "decode")]
+        measured[capacity] = min(kernels, key=lambda kernel: measure(kernel, capacity))
+    if measured:
+        store_tuned(kind, geometry, measured)
+    return chosen | measured
+
+
+def report(geometry: Geometry, kind: str) -> list[dict[str, object]]:
+    """What every capacity uses: tokens, kernel, chunk, source."""
+    return [{"tokens": capacity, **asdict(plan_for(geometry, capacity, kind))} for capacity in LADDER]

@@ -1,0 +1,133 @@
+"""Which kernel serves which batch: pins, tuned plans and their file, the rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from moe_ops.cuda import plans, prepare
+from moe_ops.cuda.plans import Geometry
+from moe_ops.experts import Mxfp4Experts, PreparedExperts
+from tests.cuda.test_sm90_layout import experts
+
+GPTOSS = Geometry(128, 2880, 2880, 4)
+KIND = "NVIDIA H200, 132 multiprocessors"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOE_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(plans, "PINS", ())
+    plans.forget_tuned()
+    yield
+    plans.forget_tuned()
+
+
+def test_the_rule_covers_every_batch_without_a_gap():
+    kernels = [plans.plan_for(GPTOSS, tokens, KIND).kernel for tokens in (1, 64, 65, 512, 700, 8192, 32768)]
+    assert kernels == ["decode", "decode", "narrow", "narrow", "wide", "wide", "wide"]
+    for tokens in range(1, 9000, 7):
+        plan = plans.plan_for(GPTOSS, tokens, KIND)
+        assert plan.kernel in plans.KERNELS and 1 <= plan.chunk <= plans.LADDER[-1]
+        assert plans.capacity_of(tokens) >= min(tokens, plans.LADDER[-1])
+
+
+def test_chunks_respect_the_limits_of_a_launch():
+    assert plans.chunk_of(GPTOSS, "decode") == 64
+    assert plans.chunk_of(Geometry(128, 2880, 2880, 16), "decode") == 32
+    huge = Geometry(256, 16384, 16384, 16)
+    assert plans.chunk_of(huge, "wide") * huge.bytes_per_token <= plans.WORKSPACE_BYTES
+
+
+def test_pins():
+    pins = plans.parse_pins("1-8=narrow, 9-64@k6=wide, 128=rule ,")
+    assert pins == (
+        plans.Pin(1, 8, None, "narrow"),
+        plans.Pin(9, 64, 6, "wide"),
+        plans.Pin(128, 128, None, None),
+    )
+    for bad in ("8-1=narrow", "0=narrow", "1-8=triton", "1-8", "x=wide", "1-8@6=wide"):
+        with pytest.raises(RuntimeError, match=f"MOE_OPS_SM90_PLANS: entry '{bad}' must be"):
+            plans.parse_pins(bad)
+
+
+def test_pins_win_over_tuning_and_the_first_match_wins(monkeypatch):
+    plans.store_tuned(KIND, GPTOSS, {4: "wide", 16: "narrow"})
+    monkeypatch.setattr(plans, "PINS", plans.parse_pins("1-8=narrow,1-16=wide,16=decode"))
+    assert plans.plan_for(GPTOSS, 4, KIND) == plans.Plan("narrow", 8192, "pinned")
+    assert plans.plan_for(GPTOSS, 16, KIND).kernel == "wide"
+    monkeypatch.setattr(plans, "PINS", ())
+    assert plans.plan_for(GPTOSS, 3, KIND).source == "rule"
+    assert plans.plan_for(GPTOSS, 4, KIND) == plans.Plan("wide", 8192, "tuned")
+
+
+def test_a_race_is_run_once_and_kept(tmp_path):
+    calls = []
+
+    def measure(kernel, tokens):
+        calls.append((kernel, tokens))
+        return {"decode": 3.0, "narrow": 1.0, "wide": 2.0}[kernel]
+
+    assert plans.race(GPTOSS, KIND, [64, 1024], measure) == {64: "narrow", 1024: "narrow"}
+    assert calls == [("decode", 64), ("narrow", 64), ("wide", 64), ("narrow", 1024), ("wide", 1024)]
+    plans.forget_tuned()
+    assert plans.race(GPTOSS, KIND, [64, 1024], measure) == {64: "narrow", 1024: "narrow"}
+    assert len(calls) == 5
+    assert plans.plan_for(GPTOSS, 60, KIND) == plans.Plan("narrow", 8192, "tuned")
+    # Another card, another geometry: other plans.
+    assert plans.plan_for(GPTOSS, 60, "another card").kernel == "decode"
+    assert plans.plan_for(Geometry(64, 2880, 2880, 4), 60, KIND).kernel == "decode"
+    content = json.loads((tmp_path / "sm90_plans.json").read_text())
+    (key,) = content
+    for part in (KIND, "hidden_size 2880", f"torch {torch.__version__}", "moe_ops "):
+        assert part in key
+
+
+def test_cache_only_mode_measures_nothing(monkeypatch):
+    monkeypatch.setenv("MOE_OPS_SM90_TUNE", "cache")
+    with pytest.warns(UserWarning, match=r"no tuned plan for \[64\] tokens: by rule"):
+        assert plans.race(GPTOSS, KIND, [64], lambda kernel, tokens: pytest.fail("measured")) == {}
+
+
+def test_a_broken_file_counts_as_none(tmp_path):
+    (tmp_path / "sm90_plans.json").write_text("{")
+    assert plans.load_tuned(KIND, GPTOSS) == {}
+    plans.store_tuned(KIND, GPTOSS, {8: "narrow"})
+    plans.forget_tuned()
+    assert plans.load_tuned(KIND, GPTOSS) == {8: "narrow"}
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOE_OPS_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.warns(UserWarning, match="tuned plans are not kept"):
+        plans.store_tuned(KIND, GPTOSS, {8: "narrow"})
+    assert plans.plan_for(GPTOSS, 8, KIND).kernel == "narrow"
+
+
+def test_report_names_every_capacity():
+    rows = plans.report(GPTOSS, KIND)
+    assert [row["tokens"] for row in rows] == list(plans.LADDER)
+    assert rows[0] == {"tokens": 1, "kernel": "decode", "chunk": 64, "source": "rule"}
+
+
+def test_experts_go_through_the_layout_and_a_file(tmp_path):
+    raw = Mxfp4Experts(*experts(), w13_layout="interleaved")
+    prepared = raw.prepare("sm90_v1")
+    assert prepared.weight_layout == "sm90_v1" and (prepared.num_experts, prepared.intermediate_size) == (3, 64)
+    with pytest.raises(RuntimeError, match="have been prepared"):
+        raw.prepare("sm90_v1")
+    prepared.save(tmp_path / "layer.safetensors")
+    loaded = PreparedExperts.load(tmp_path / "layer.safetensors").to("cpu")
+    for name, value in prepared.arguments().items():
+        same = torch.equal(loaded.arguments()[name], value) if isinstance(value, torch.Tensor) else True
+        assert same and (value is None) == (loaded.arguments()[name] is None), name
+
+
+def test_where_the_kernels_do_not_apply_the_experts_stay_and_one_line_says_why():
+    raw = Mxfp4Experts(*experts(), w13_layout="gate_up")
+    with pytest.warns(UserWarning, match="the portable kernel serves these experts: ") as caught:
+        assert prepare(raw) is raw and not raw.consumed
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
