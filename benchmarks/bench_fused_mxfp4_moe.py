@@ -241,13 +241,13 @@ def plot(folder: Path) -> None:
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=provider)
         axis.set_xscale("log", base=2)
-        axis.set_ylim(0, 1.05)
+        axis.set_ylim(0, 1.2)
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("tokens", fontsize=8)
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=7)
     axes[0][0].set_ylabel("share of the nearer roof", fontsize=8)
-    axes[0][-1].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(folder / "fused_mxfp4_moe.png", dpi=90)
     if len({row["threads"] for row in rows}) > 1:
@@ -265,7 +265,9 @@ def plot_scaling(folder: Path, rows: list[dict[str, str]], plt: Any) -> None:
             )
             if len(points) > 1:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        roof = {int(r["threads"]): float(r["dram_roof_gbs" if unit == "gbs" else "amx_roof_tflops"]) for r in rows}
+        column = "dram_roof_gbs" if unit == "gbs" else "amx_roof_tflops"
+        counts = sorted({int(r["threads"]) for r in rows})
+        roof = {n: max(float(r[column]) for r in rows if int(r["threads"]) == n) for n in counts}
         axis.plot(*zip(*sorted(roof.items()), strict=True), "k--", linewidth=1, label="roof")
         axis.set_title(f"T = {t}", fontsize=9)
         axis.set_xlabel("threads", fontsize=8)
