@@ -1,33 +1,34 @@
 """fused_mxfp4_moe over weights in layout sm90_v1: microseconds per layer call on a Hopper card.
 
-A CUDA graph holds several calls with different random routings and inputs; it is replayed after the L2 cache was
-overwritten; the median over replays is divided by the calls. The share is of the card's read-only stream, measured in
-the same run, and counts the weights of the distinct experts alone. Prints a table and writes JSON with --json.
-
-    python benchmarks/bench_sm90.py [--layers gptoss,dsv3,dsv41] [--tokens 1,2,4,...] [--json FILE]
+Calls with different random routings and inputs share a CUDA graph, the L2 cache is overwritten before each replay. The
+share is of the card's read-only stream, measured in the same run, and counts the weights of the distinct experts alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
 import moe_ops
+from benchmarks.cuda_timing import Table, eager_microseconds, microseconds
 from moe_ops.cuda import LAYOUT
+from moe_ops.cuda.layout import unpack_codes, unpack_scales, w13_row_order
+from moe_ops.reference.mxfp4 import dequantize_mxfp4
 
+CUDA = True
 # hidden size, intermediate size, experts, top-k of one layer on one card
 LAYERS = {
     "gptoss": (2880, 2880, 128, 4),
     "dsv3": (7168, 2048, 256, 8),
     "dsv41": (5120, 576, 384, 6),
 }
-TOKENS = [1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+TOKENS = [1, 2, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192]
 
 
 @triton.jit
@@ -40,46 +41,13 @@ def _read(source, target, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 def read_stream() -> float:
-    """Bytes per second of a kernel that only reads 4 GiB."""
+    """TB/s of a kernel that only reads 4 GiB."""
     source = torch.ones(1 << 30, dtype=torch.int32, device="cuda")
     block, rounds = 4096, 8
     programs = source.numel() // (block * rounds)
     target = torch.empty(programs, dtype=torch.int32, device="cuda")
-    times = []
-    for _ in range(9):
-        times.append(elapsed(lambda: _read[(programs,)](source, target, BLOCK=block, ROUNDS=rounds, num_warps=8)))
-    return source.numel() * 4 / (statistics.median(times[2:]) * 1e-3)
-
-
-def elapsed(run: Callable[[], object]) -> float:
-    """Milliseconds on the device."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    run()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last)
-
-
-def graph_microseconds(calls: list[Callable[[], object]], replays: int) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(replays):
-        flush.zero_()
-        times.append(elapsed(graph.replay))
-    return statistics.median(times) * 1e3 / len(calls)
+    us = eager_microseconds(lambda: _read[(programs,)](source, target, BLOCK=block, ROUNDS=rounds, num_warps=8))
+    return source.numel() * 4 / us / 1e6
 
 
 def random_layer(hidden: int, intermediate: int, num_experts: int) -> list[torch.Tensor]:
@@ -96,58 +64,64 @@ def random_layer(hidden: int, intermediate: int, num_experts: int) -> list[torch
     ]
 
 
-def measure(name: str, token_counts: list[int], stream: float) -> list[dict]:
+def expected_row(weights: list[torch.Tensor], x: torch.Tensor, ids: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """One token, in float64 from the exact weights."""
+    hidden, intermediate = x.numel(), weights[0].shape[1] * 8
+    order = w13_row_order(intermediate, "gate_up", "cuda")
+    total = torch.zeros(hidden, dtype=torch.float64, device="cuda")
+    for expert, weight in zip(ids.tolist(), router.tolist(), strict=True):
+        w13, w13_scale, w2, w2_scale = (tensor[expert].flatten(1) for tensor in weights)
+        packed = dequantize_mxfp4(unpack_codes(w13, hidden), unpack_scales(w13_scale, hidden)).double() @ x.double()
+        gate, up = torch.empty_like(packed).index_copy_(0, order, packed).chunk(2)
+        down = dequantize_mxfp4(unpack_codes(w2, intermediate), unpack_scales(w2_scale, intermediate)).double()
+        total += weight * (down @ (torch.nn.functional.silu(gate) * up))
+    return total
+
+
+def measure(table: Table, name: str, stream: float) -> None:
     hidden, intermediate, num_experts, top_k = LAYERS[name]
     weights = random_layer(hidden, intermediate, num_experts)
-    expert_bytes = 3 * hidden * intermediate * 17 / 32
-    rows = []
-    for num_tokens in token_counts:
-        sets = 16 if num_tokens <= 64 else 8 if num_tokens <= 512 else 4 if num_tokens <= 1024 else 2
+    call = partial(moe_ops.fused_mxfp4_moe, w13_layout="gate_up", weight_layout=LAYOUT)
+    for tokens in TOKENS:
+        sets = 16 if tokens <= 64 else 8 if tokens <= 512 else 4 if tokens <= 1024 else 2
         calls, distinct = [], []
-        for _ in range(sets):
-            values, ids = torch.randn(num_tokens, num_experts, device="cuda").topk(top_k, dim=1)
-            x = (torch.randn(num_tokens, hidden, device="cuda") / 4).to(torch.bfloat16)
-            inputs = (x, ids.to(torch.int32), torch.softmax(values, 1))
+        for i in range(sets):
+            values, ids = torch.randn(tokens, num_experts, device="cuda").topk(top_k, dim=1)
+            x = (torch.randn(tokens, hidden, device="cuda") / 4).to(torch.bfloat16)
+            router = torch.softmax(values, 1)
             distinct.append(len(ids.unique()))
-            calls.append(
-                lambda inputs=inputs: moe_ops.fused_mxfp4_moe(
-                    *inputs, *weights, w13_layout="gate_up", weight_layout=LAYOUT
-                )
-            )
-        us = graph_microseconds(calls, 9 if num_tokens <= 512 else 5)
-        read = statistics.mean(distinct) * expert_bytes
-        flop = 6.0 * hidden * intermediate * num_tokens * top_k
-        rows.append(
-            {
-                "layer": name,
-                "tokens": num_tokens,
-                "us": round(us, 1),
-                "experts": statistics.mean(distinct),
-                "share": round(read / us * 1e6 / stream, 3),
-                "tflops": round(flop / us / 1e6, 1),
-            }
+            calls.append(partial(call, x, ids.to(torch.int32), router, *weights))
+            if i == 0:
+                expected = expected_row(weights, x[-1], ids[-1], router[-1])
+                error = ((calls[0]()[-1].double() - expected).norm() / expected.norm()).item()
+                assert error < 6e-3, (name, tokens, error)
+        us = microseconds(calls, least=5)
+        read = statistics.mean(distinct) * 3 * hidden * intermediate * 17 / 32
+        table.add(
+            layer=name,
+            tokens=tokens,
+            us=round(us, 1),
+            experts=round(statistics.mean(distinct), 1),
+            share=round(read / us / 1e6 / stream, 3),
+            tflops=round(6.0 * hidden * intermediate * tokens * top_k / us / 1e6, 1),
+            error=round(error, 5),
         )
-        print(
-            "{layer:8} {tokens:6} {us:9.1f} us {share:6.1%} of the read stream {tflops:7.1f} TFLOP/s".format(**rows[-1])
-        )
-    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default=",".join(LAYERS))
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    if torch.cuda.get_device_capability() != (9, 0):
+        print("bench_sm90: this is for a Hopper card")
+        return
     stream = read_stream()
-    print(f"{torch.cuda.get_device_name()}, read-only stream {stream / 1e12:.2f} TB/s")
-    rows = []
-    for name in options.layers.split(","):
-        rows += measure(name, [int(count) for count in options.tokens.split(",")], stream)
+    print(f"{torch.cuda.get_device_name()}, read-only stream {stream:.2f} TB/s")
+    table = Table("sm90", ["layer", "tokens", "us", "experts", "share", "tflops", "error"])
+    for name in LAYERS:
+        measure(table, name, stream)
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"read_stream": stream, "rows": rows}, file, indent=1)
+    print(table.save(out))
 
 
 if __name__ == "__main__":
