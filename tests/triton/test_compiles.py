@@ -1,0 +1,93 @@
+"""The kernels of the matmul compile for sm_80 and sm_90 with the Triton that is installed.
+
+No device is needed. What runs elsewhere is tests/ops, in the interpreter and on a device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+try:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+except ImportError:
+    pytest.skip("this Triton compiles only for the device at hand", allow_module_level=True)
+
+from moe_ops.triton import _combine_rows, _expert_gradient, _expert_matmul  # noqa: E402
+
+INT, FLOAT = "i32", "fp32"
+TILES = dict.fromkeys(("row_slot", "tiles", "num_tiles", "starts", "counts"), "*i32")
+
+
+def compiles(kernel, signature, constants, capability, blocks=None):
+    names = kernel.arg_names
+    missing = [name for name in names if name not in signature and name not in constants]
+    assert not missing, missing
+    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
+    options = {} if blocks is None else {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    compiled = triton.compile(
+        ASTSource(kernel, types, values, aligned), target=GPUTarget("cuda", capability, 32), options=options
+    )
+    assert compiled.metadata.shared <= {80: 163, 90: 227}[capability] * 1024
+    return compiled.asm["ptx"]
+
+
+def constants(blocks, rows, dtype):
+    numbers = _expert_matmul.arithmetic(dtype)
+    return {
+        "BLOCK_M": rows, "BLOCK_N": blocks.columns, "DEPTH": blocks.depth, "COMPUTE": numbers.compute,
+        "PRECISION": numbers.precision,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 16), (torch.bfloat16, 128), (torch.float16, 64)])
+def test_gate_up(capability, dtype, rows):
+    size = 2 if dtype == torch.bfloat16 else 4
+    blocks = _expert_matmul.GATE_UP_BLOCKS[size, rows]
+    kind = {2: "bf16", 4: "fp16"}[size]
+    sizes = ("top_k", "groups", "x_stride_units", "intermediate", "row_step", "gate_first", "up_first")
+    signature = {
+        **TILES, "x": f"*{kind}", "w13": "*u8", "w13_scale": "*u8", "hidden": "*bf16" if size == 2 else "*fp32",
+        **dict.fromkeys(sizes, INT), **dict.fromkeys(("limit", "alpha", "shift"), FLOAT),
+    }  # fmt: skip
+    fixed = constants(blocks, rows, dtype) | {
+        "w13_bias": None, "gate_out": None, "up_out": None, "WIDTH": 8, "TF32": size == 4,
+    }  # fmt: skip
+    ptx = compiles(_expert_matmul._gate_up, signature, fixed, capability, blocks)
+    assert "mma" in ptx
+    assert ("fma.rn.bf16x2" in ptx) == (size == 2)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_down_and_its_gradient(capability):
+    blocks = _expert_matmul.DOWN_BLOCKS[2, 64]
+    signature = {
+        **TILES, "hidden": "*bf16", "w2": "*u8", "w2_scale": "*u8", "w2_bias": "*bf16", "out": "*fp32",
+        "groups": INT, "hidden_size": INT,
+    }  # fmt: skip
+    fixed = constants(blocks, 64, torch.bfloat16)
+    assert "mma" in compiles(_expert_matmul._down, signature, fixed, capability, blocks)
+    blocks = _expert_gradient.BY_ROWS_BLOCKS[2, 64]
+    sizes = ("top_k", "num_weight_rows", "groups", "stride_units")
+    signature = {
+        **TILES, "value": "*bf16", "codes": "*u8", "scales": "*u8", "out": "*fp32", **dict.fromkeys(sizes, INT)
+    }  # fmt: skip
+    fixed = constants(blocks, 64, torch.bfloat16) | {"GATHER": True, "WIDTH": 8}
+    assert "mma" in compiles(_expert_gradient._by_rows, signature, fixed, capability, blocks)
+
+
+def test_rows_are_loaded_in_whole_vectors():
+    signature = {
+        "rows": "*bf16", "row_map": "*i32", "weights": "*fp32", "out": "*bf16",
+        **dict.fromkeys(("num_rows", "units", "stride_units", "top_k"), INT),
+    }  # fmt: skip
+    fixed = {"UNROLLED": 8, "WIDTH": 8, "BLOCK": _combine_rows.BLOCK_COLUMNS, "EMULATED": False}
+    ptx = compiles(_combine_rows._combine_rows, signature, fixed, 90)
+    assert ptx.count("ld.global.v4") == 8 and ptx.count("st.global.v4") == 1
