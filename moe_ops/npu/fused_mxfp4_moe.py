@@ -56,7 +56,7 @@ def fused_mxfp4_moe(
     out = check_and_allocate(
         hidden_states, topk_ids, topk_weights, *weights, out_dtype=out_dtype, after=after, **options
     )
-    return expert_sum(op, hidden_states, topk_ids, topk_weights, *weights, **options).to(out.dtype)
+    return out.copy_(expert_sum(op, hidden_states, topk_ids, topk_weights, *weights, **options))
 
 
 def expert_sum(
