@@ -121,7 +121,7 @@ def has_module(name: str) -> bool:
 def triton_interpreter() -> Result:
     if not has_module("triton"):
         return Result(skipped=1, note="triton is not installed")
-    return pytest("tests/ops", "-m", FAST, MOE_OPS_TEST_BACKEND="triton-interpret")
+    return pytest("tests/ops", "tests/triton", "-m", FAST, MOE_OPS_TEST_BACKEND="triton-interpret")
 
 
 def other_isa(isa: str) -> Callable[[], Result]:
