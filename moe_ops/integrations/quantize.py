@@ -21,7 +21,8 @@ def quantize_for_inputs(
     damping: added to the diagonal of the inputs' second moments, relative to its mean.
     Returns (codes [N, rows, columns / 2] uint8, scales [N, rows, columns / 32] uint8).
     """
-    rest = weights.to(torch.float32).clone()
+    # Columns come first: the loop below goes through them one by one.
+    rest = weights.to(torch.float32).transpose(1, 2).contiguous()  # [N, columns, rows]
     inputs = inputs.to(torch.float32)
     moments = inputs.transpose(-2, -1) @ inputs  # [(N,) columns, columns]
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
@@ -30,23 +31,25 @@ def quantize_for_inputs(
     factor = torch.linalg.cholesky(inverse, upper=True).expand(weights.shape[0], -1, -1)
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=weights.device)
     midpoints = (table[1:8] + table[:7]) / 2
-    codes = torch.empty(weights.shape, dtype=torch.uint8, device=weights.device)
+    codes = torch.empty(rest.shape, dtype=torch.uint8, device=weights.device)
     scales = []
-    for start in range(0, weights.shape[-1], BLOCK):
+    for start in range(0, rest.shape[1], BLOCK):
         stop = start + BLOCK
-        block = rest[..., start:stop]  # a view: errors of earlier columns are already in it
-        scale = quantize_mxfp4(block, search=True)[1]  # [N, rows, 1]
+        block = rest[:, start:stop].clone()  # [N, 32, rows], with the errors of all earlier blocks in it
+        scale = quantize_mxfp4(block.transpose(1, 2), search=True)[1]  # [N, rows, 1]
         scales.append(scale)
-        step = decode_e8m0(scale).squeeze(-1)
+        step = decode_e8m0(scale).squeeze(-1)  # [N, rows]
         errors = torch.empty_like(block)
         for column in range(BLOCK):
-            values = block[..., column].contiguous() / step  # [N, rows]
-            code = torch.bucketize(values.abs(), midpoints).to(torch.uint8)
-            code = code | (torch.signbit(values).to(torch.uint8) << 3)
-            codes[..., start + column] = code
+            values = block[:, column]
+            scaled = values / step
+            code = torch.bucketize(scaled.abs(), midpoints).to(torch.uint8)
+            code |= torch.signbit(scaled).to(torch.uint8) << 3
+            codes[:, start + column] = code
             row = factor[:, start + column, start:stop]  # [N, 32]
-            error = (block[..., column] - table[code.to(torch.int64)] * step) / row[:, column, None]
-            errors[..., column] = error
-            block[..., column + 1 :] -= error.unsqueeze(-1) * row[:, None, column + 1 :]
-        rest[..., stop:] -= errors @ factor[:, start:stop, stop:]
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), torch.cat(scales, dim=-1)
+            error = (values - table[code.to(torch.int64)] * step) / row[:, column, None]
+            errors[:, column] = error
+            block[:, column + 1 :].baddbmm_(row[:, column + 1 :, None], error.unsqueeze(1), alpha=-1)
+        rest[:, stop:].baddbmm_(factor[:, start:stop, stop:].transpose(1, 2), errors, alpha=-1)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return packed.transpose(1, 2).contiguous(), torch.cat(scales, dim=-1)
