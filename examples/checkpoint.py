@@ -6,17 +6,18 @@ import tempfile
 
 import torch
 
-from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter, ExpertTensors
+from moe_ops.experts import Mxfp4Experts
+from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter
 from moe_ops.reference.mxfp4 import quantize_mxfp4
 
 E, H, I = 8, 128, 64  # noqa: E741
 generator = torch.Generator().manual_seed(0)
 
 
-def layer() -> ExpertTensors:
+def layer() -> Mxfp4Experts:
     w13, w13_scale = quantize_mxfp4(torch.randn(E, 2 * I, H, generator=generator))
     w2, w2_scale = quantize_mxfp4(torch.randn(E, H, I, generator=generator))
-    return ExpertTensors(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
+    return Mxfp4Experts(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,27 @@ class Mxfp4Experts:
             return codes, scales
 
         return cls(*quantize(w13), *quantize(w2), w13_layout=w13_layout, w13_bias=w13_bias, w2_bias=w2_bias)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the tensors that are there, by name."""
+        self._require_unused()
+        values = {name: getattr(self, name) for name in (*WEIGHTS, *BIASES)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def select(self, experts: Sequence[int]) -> Mxfp4Experts:
+        """A copy of the named experts, in that order."""
+        index = torch.tensor(list(experts), dtype=torch.int64, device=self.w13.device)
+        return Mxfp4Experts(
+            **{name: tensor[index] for name, tensor in self.tensors().items()}, w13_layout=self.w13_layout
+        )
+
+    def to(self, device: torch.device | str) -> Mxfp4Experts:
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return Mxfp4Experts(**moved, w13_layout=self.w13_layout)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of fused_mxfp4_moe that describe these weights."""

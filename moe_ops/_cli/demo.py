@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,15 @@ from rich.progress import track
 from rich.table import Table
 
 from moe_ops._cli import smollm2
-from moe_ops._cli.feed_forward import CutFeedForward
+from moe_ops._cli.feed_forward import Constant, CutFeedForward
 from moe_ops._cli.info import KEYS, missing
 from moe_ops.engine import CpuMoeEngine
+from moe_ops.hybrid import HybridExperts
 from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter
 from moe_ops.integrations.dense import cut_dense
 
 NUM_EXPERTS = 8
+ON_DEVICE = 4  # experts in fused_mxfp4_moe; the others are in the CPU engine
 DEFAULT_PROMPT = "Why is the sky blue? Explain it to a curious child."
 SPEED_TOKENS = 32
 
@@ -69,31 +70,24 @@ def replace_feed_forward(
     model: Any, folder: Path, engine: CpuMoeEngine, device: torch.device, console: Console
 ) -> list[CutFeedForward]:
     """Load the checkpoint layer by layer into the model, half of the experts on `device`, half in the CPU engine."""
-    on_device = list(range(NUM_EXPERTS // 2))
-    on_cpu = [expert not in on_device for expert in range(NUM_EXPERTS)]
     replaced = []
     with Checkpoint(folder) as checkpoint:
         layers = list(model.model.layers)
         for number, layer in enumerate(track(layers, "loading experts", console=console, transient=True)):
             prefix = _prefix(number)
-            experts = checkpoint.load_experts(f"{prefix}.experts", on_device, device=device)
+            hidden_size, intermediate_size = model.config.hidden_size, model.config.intermediate_size // NUM_EXPERTS
             in_engine = engine.add_experts(
-                prefix,
-                NUM_EXPERTS,
-                experts.hidden_size,
-                experts.intermediate_size,
-                w13_layout=experts.w13_layout,
-                w2_bias=True,
+                prefix, NUM_EXPERTS, hidden_size, intermediate_size, w13_layout="interleaved", w2_bias=True
             )
-            in_engine.load(partial(checkpoint.read_expert, f"{prefix}.experts"), on_cpu=on_cpu)
-            layer.mlp = CutFeedForward(
-                experts,
-                on_device,
-                in_engine,
-                checkpoint.read(f"{prefix}.router.weight"),
-                checkpoint.read(f"{prefix}.router.bias"),
-                checkpoint.read(f"{prefix}.output_bias"),
-            ).to(device)
+            experts = HybridExperts(
+                in_engine, ON_DEVICE, device=device, shared_experts=Constant(checkpoint.read(f"{prefix}.output_bias"))
+            )
+            for expert in range(NUM_EXPERTS):
+                tensors = checkpoint.read_expert(f"{prefix}.experts", expert)
+                place = experts.load_resident if expert < ON_DEVICE else in_engine.load_expert
+                place(expert, **tensors)
+            router_weight, router_bias = (checkpoint.read(f"{prefix}.router.{part}") for part in ("weight", "bias"))
+            layer.mlp = CutFeedForward(experts, router_weight, router_bias).to(device)
             replaced.append(layer.mlp)
     return replaced
 
@@ -162,10 +156,10 @@ def run(options: Options, console: Console) -> None:
         )
         begun = time.perf_counter()
         layers = replace_feed_forward(model, folder, engine, device, console)
-        half = NUM_EXPERTS // 2
         console.print(
             f"loaded from {options.checkpoint or 'the checkpoint'} in {time.perf_counter() - begun:.1f} s: experts "
-            f"0-{half - 1} in fused_mxfp4_moe on {device}, {half}-{NUM_EXPERTS - 1} in cpu_moe_submit/cpu_moe_sync"
+            f"0-{ON_DEVICE - 1} in fused_mxfp4_moe on {device}, {ON_DEVICE}-{NUM_EXPERTS - 1} in "
+            f"cpu_moe_submit/cpu_moe_sync"
         )
 
         set_top_k(layers, NUM_EXPERTS)

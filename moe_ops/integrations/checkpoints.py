@@ -9,70 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_ops.experts import Mxfp4Experts
 from moe_ops.integrations._names import SCHEMES, OneExpert, Scheme
 
 FORMAT = "mxfp4-experts-1"
 _INDEX = "model.safetensors.index.json"
-
-
-@dataclass
-class ExpertTensors:
-    """The experts of one layer, as `fused_mxfp4_moe` takes them (E experts, hidden size H, intermediate size I).
-
-    w13:      [E, 2I, H / 2] uint8, rows in the order `w13_layout`.
-    w13_bias: [E, 2I] float or None; w2_bias: [E, H] float or None.
-    """
-
-    w13: torch.Tensor
-    w13_scale: torch.Tensor  # [E, 2I, H / 32] uint8
-    w2: torch.Tensor  # [E, H, I / 2] uint8
-    w2_scale: torch.Tensor  # [E, H, I / 32] uint8
-    w13_layout: str
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-    @property
-    def num_experts(self) -> int:
-        return self.w13.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.w2.shape[1]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.w13.shape[1] // 2
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `fused_mxfp4_moe`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def select(self, experts: Sequence[int]) -> ExpertTensors:
-        """A copy of the named experts, in that order."""
-        index = torch.tensor(list(experts), dtype=torch.int64)
-        return ExpertTensors(
-            **{name: tensor[index.to(tensor.device)] for name, tensor in self.tensors().items()},
-            w13_layout=self.w13_layout,
-        )
-
-    def to(self, device: torch.device | str) -> ExpertTensors:
-        return ExpertTensors(
-            **{name: tensor.to(device) for name, tensor in self.tensors().items()}, w13_layout=self.w13_layout
-        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +121,7 @@ class Checkpoint:
         *,
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | None = None,
-    ) -> ExpertTensors:
+    ) -> Mxfp4Experts:
         """Read one layer's experts.
 
         prefix:   the part of the names before the scheme's own, such as "model.layers.0.mlp.experts".
@@ -208,7 +155,7 @@ def _fill(
     w13_layout: str,
     device: torch.device | str,
     progress: Callable[[int], None] | None,
-) -> ExpertTensors:
+) -> Mxfp4Experts:
     """Read experts one by one into tensors allocated once."""
     filled: dict[str, torch.Tensor] = {}
     for slot, expert in enumerate(slots):
@@ -228,7 +175,7 @@ def _fill(
             filled[name][slot].copy_(part)
         if progress is not None:
             progress(slot + 1)
-    return ExpertTensors(**filled, w13_layout=w13_layout)
+    return Mxfp4Experts(**filled, w13_layout=w13_layout)
 
 
 def _check_expert(expert: int, one: OneExpert) -> None:
@@ -286,7 +233,7 @@ class CheckpointWriter:
         if exception_type is None:
             self.close()
 
-    def add_experts(self, prefix: str, experts: ExpertTensors) -> None:
+    def add_experts(self, prefix: str, experts: Mxfp4Experts) -> None:
         """One layer; `prefix` such as "model.layers.0.mlp.experts"."""
         layout = experts.w13_layout
         w13, w13_scale = interleave_rows(experts.w13, layout), interleave_rows(experts.w13_scale, layout)

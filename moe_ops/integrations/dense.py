@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from moe_ops.integrations.checkpoints import ExpertTensors
+from moe_ops.experts import Mxfp4Experts
 from moe_ops.integrations.quantize import quantize_for_inputs
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
 
@@ -27,7 +27,7 @@ class CutLayer:
     output_bias:   [H] float32, the sum of all mean outputs.
     """
 
-    experts: ExpertTensors
+    experts: Mxfp4Experts
     router_weight: torch.Tensor
     router_bias: torch.Tensor
     output_bias: torch.Tensor
@@ -99,7 +99,7 @@ def cut_dense(
     # What the experts' second product gets from the quantised first one: [E, T, I / E].
     activated = torch.stack([_activated(*pair, x) for pair in zip(w13, w13_scale, strict=True)])
     w2, w2_scale = quantize_for_inputs(down[:, groups].transpose(0, 1), activated)
-    experts = ExpertTensors(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
+    experts = Mxfp4Experts(w13, w13_scale, w2, w2_scale, w13_layout="gate_up")
     outputs = activated @ dequantize_mxfp4(w2, w2_scale).transpose(1, 2)  # [E, T, H]
     means = outputs.mean(dim=1)  # [E, H]
     experts.w2_bias = -means

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from moe_ops.experts import Mxfp4Experts
 from moe_ops.integrations._names import OneExpert
-from moe_ops.integrations.checkpoints import ExpertTensors, _fill
+from moe_ops.integrations.checkpoints import _fill
 
 BLOCK_BYTES = 17
 
@@ -85,7 +86,7 @@ class GgufFile:
         *,
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | None = None,
-    ) -> ExpertTensors:
+    ) -> Mxfp4Experts:
         """One layer's experts; the arguments are those of `Checkpoint.load_experts`. Rows come out as [gate; up]."""
         if layer not in self.layers():
             raise ValueError(f"load_experts: layer must be one with MXFP4 experts ({self.layers()}), got {layer}")

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moe_ops
-from moe_ops.integrations.checkpoints import Checkpoint, ExpertTensors
+from moe_ops.experts import Mxfp4Experts
+from moe_ops.integrations.checkpoints import Checkpoint
 from moe_ops.reference.mxfp4 import quantize_mxfp4
 
 NAME = "moe_ops"
@@ -71,7 +72,7 @@ class MXFP4Experts(torch.nn.Module):
     activation, swiglu_limit and swiglu_alpha.
     """
 
-    def __init__(self, experts: ExpertTensors, activation: dict[str, Any]) -> None:
+    def __init__(self, experts: Mxfp4Experts, activation: dict[str, Any]) -> None:
         super().__init__()
         self.num_experts = experts.num_experts
         self.w13_layout = experts.w13_layout
@@ -148,7 +149,7 @@ def quantize_experts(model: torch.nn.Module, *, progress: Callable[[int], None] 
 
 
 @torch.no_grad()
-def _quantize(module: Any, layout: str) -> ExpertTensors:
+def _quantize(module: Any, layout: str) -> Mxfp4Experts:
     parts: dict[str, list[torch.Tensor]] = {"w13": [], "w13_scale": [], "w2": [], "w2_scale": []}
     for expert in range(module.num_experts):
         for name, projection in (("w13", module.gate_up_proj), ("w2", module.down_proj)):
@@ -156,7 +157,7 @@ def _quantize(module: Any, layout: str) -> ExpertTensors:
             codes, scales = quantize_mxfp4(weight, search=True)
             parts[name].append(codes)
             parts[f"{name}_scale"].append(scales)
-    return ExpertTensors(
+    return Mxfp4Experts(
         **{name: torch.stack(part) for name, part in parts.items()},
         w13_layout=layout,
         w13_bias=module.gate_up_proj_bias.detach().clone() if module.has_bias else None,

@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter, ExpertTensors, interleave_rows
+from moe_ops.experts import Mxfp4Experts
+from moe_ops.integrations.checkpoints import Checkpoint, CheckpointWriter, interleave_rows
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
 
 E, H, I = 4, 64, 96  # noqa: E741
 PREFIX = "model.layers.3.mlp.experts"
 
 
-def make_experts(num_experts: int = E, hidden: int = H, intermediate: int = I, *, bias: bool = True) -> ExpertTensors:
+def make_experts(num_experts: int = E, hidden: int = H, intermediate: int = I, *, bias: bool = True) -> Mxfp4Experts:
     generator = torch.Generator().manual_seed(7)
 
     def codes(*shape: int) -> torch.Tensor:
@@ -28,7 +29,7 @@ def make_experts(num_experts: int = E, hidden: int = H, intermediate: int = I, *
     def scales(*shape: int) -> torch.Tensor:
         return torch.randint(100, 140, shape, dtype=torch.uint8, generator=generator)
 
-    return ExpertTensors(
+    return Mxfp4Experts(
         codes(num_experts, 2 * intermediate, hidden // 2),
         scales(num_experts, 2 * intermediate, hidden // 32),
         codes(num_experts, hidden, intermediate // 2),
@@ -39,16 +40,16 @@ def make_experts(num_experts: int = E, hidden: int = H, intermediate: int = I, *
     )
 
 
-def assert_same(actual: ExpertTensors, expected: ExpertTensors) -> None:
+def assert_same(actual: Mxfp4Experts, expected: Mxfp4Experts) -> None:
     assert actual.w13_layout == expected.w13_layout
     assert actual.tensors().keys() == expected.tensors().keys()
     for name, tensor in expected.tensors().items():
         assert torch.equal(actual.tensors()[name], tensor), name
 
 
-def in_gpt_oss_order(experts: ExpertTensors) -> ExpertTensors:
+def in_gpt_oss_order(experts: Mxfp4Experts) -> Mxfp4Experts:
     assert experts.w13_bias is not None
-    return ExpertTensors(
+    return Mxfp4Experts(
         interleave_rows(experts.w13, "gate_up"),
         interleave_rows(experts.w13_scale, "gate_up"),
         experts.w2,
@@ -138,7 +139,7 @@ SCALE_FORMS = {
 }
 
 
-def per_expert_file(experts: ExpertTensors, scheme: str, scale_form: str, code_dtype: torch.dtype) -> dict:
+def per_expert_file(experts: Mxfp4Experts, scheme: str, scale_form: str, code_dtype: torch.dtype) -> dict:
     prefix, gate, up, down, weight, scale = SCHEMES[scheme]
     tensors = {}
     for e in range(experts.num_experts):
