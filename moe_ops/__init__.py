@@ -5,8 +5,13 @@ kernels, autograd rules. None of the backends is needed to import it; what is mi
 info`.
 """
 
-from moe_ops import _register, autograd, cuda
+import warnings
+
+from moe_ops import _installation, _register, autograd, cuda
 from moe_ops._version import __version__
+
+if _clash := _installation.clash():
+    warnings.warn(_clash, RuntimeWarning, stacklevel=2)
 
 _register.define()
 _register.register_fakes()

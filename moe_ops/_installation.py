@@ -17,9 +17,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def _installed_here(name: str) -> metadata.Distribution | None:
-    """The distribution of that name whose files lie where this package was imported from."""
+    """The installed distribution of that name whose files lie where this package was imported from."""
     for distribution in metadata.distributions(name=name, path=[str(PACKAGE.parent)]):
-        return distribution
+        if distribution.read_text("RECORD") is not None:  # a source tree that was built in place has none
+            return distribution
     return None
 
 

@@ -48,7 +48,7 @@ def _prefix(layer: int) -> str:
 
 def write_checkpoint(model: Any, inputs: list[torch.Tensor], folder: Path, console: Console) -> int:
     """Cut, quantise and write every layer; returns the bytes written."""
-    # Thousands of small steps: waking the threads for each costs more than they save, on a busy machine many times more.
+    # Thousands of small steps: waking threads for each costs more than they save, on a busy machine many times more.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with CheckpointWriter(folder, metadata={"base_model": "SmolLM2-135M-Instruct"}) as writer:

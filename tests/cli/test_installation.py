@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,12 @@ def test_a_source_tree_has_no_record(site: Path) -> None:
     (site / "torch_moe_ops-1.0.dist-info").rmdir()
     assert ask(site, "(i.foreign_files(), i.clash())") == "([], '')"
     assert ask(site, "i.source()").startswith("source tree")
+
+
+def test_import_warns_of_the_other_distribution(tmp_path: Path) -> None:
+    shutil.copytree(_installation.PACKAGE, tmp_path / "moe_ops", ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    add_distribution(tmp_path, "moe-ops", ["moe_ops/__init__.py,,"])
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import moe_ops; print(moe_ops.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "moe_ops" / "__init__.py")
+    assert "the distribution 'moe-ops' is installed in the same place" in done.stderr
