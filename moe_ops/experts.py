@@ -180,13 +180,11 @@ class Mxfp4Experts:
             require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
         _repacked.mark(self.w13, self.w13_scale, self.w2, self.w2_scale)
         for expert in range(self.num_experts):
-            w13, w13_scale = _w13_tiles(self.w13[expert], self.w13_scale[expert], self.w13_layout)
-            self.w13[expert].view(-1).copy_(w13.view(-1))
-            self.w13_scale[expert].view(-1).copy_(w13_scale.view(-1))
-            del w13, w13_scale
+            _pack_w13(self.w13[expert], self.w13_scale[expert], self.w13_layout)
             w2, w2_scale = _tiles(self.w2[expert], self.w2_scale[expert])
             self.w2[expert].view(-1).copy_(w2.view(-1))
             self.w2_scale[expert].view(-1).copy_(w2_scale.view(-1))
+            del w2, w2_scale
         shapes = _x86_v1_shapes(self.num_experts, self.hidden_size, self.intermediate_size)
         packed = {name: getattr(self, name).view(shape) for name, shape in shapes.items()}
         return PreparedExperts(
@@ -364,17 +362,25 @@ def _rows(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales.transpose(1, 2).contiguous().view(count * TILE_ROWS, blocks)
 
 
-def _w13_tiles(codes: Tensor, scales: Tensor, w13_layout: str) -> tuple[Tensor, Tensor]:
-    """One expert's w13 to [I / 16, 2, H / 32, 256] and [I / 16, 2, H / 32, 16]."""
-    parts = [_tiles(c, s) for c, s in zip(_split(codes, w13_layout), _split(scales, w13_layout), strict=True)]
-    (gate, gate_scale), (up, up_scale) = parts
-    return torch.stack((gate, up), dim=1), torch.stack((gate_scale, up_scale), dim=1)
+def _pack_w13(codes: Tensor, scales: Tensor, w13_layout: str) -> None:
+    """One expert's w13 and w13_scale to tiles, in place; a copy of w13 and a tiled half of it are all that lives besides."""
+    rows, blocks = scales.shape
+    halves = [
+        (c.clone(), s.clone()) for c, s in zip(_split(codes, w13_layout), _split(scales, w13_layout), strict=True)
+    ]
+    packed = codes.view(rows // 2 // TILE_ROWS, 2, blocks, TILE_BLOCK_BYTES)
+    packed_scales = scales.view(rows // 2 // TILE_ROWS, 2, blocks, TILE_ROWS)
+    for part, half in enumerate(halves):
+        tiles, tile_scales = _tiles(*half)
+        packed[:, part].copy_(tiles)
+        packed_scales[:, part].copy_(tile_scales)
+        del tiles, tile_scales
 
 
 def _split(rows: Tensor, w13_layout: str) -> tuple[Tensor, Tensor]:
     """(gate, up) of [2I, ...] rows."""
     if w13_layout == "interleaved":
-        return rows[0::2].contiguous(), rows[1::2].contiguous()
+        return rows[0::2], rows[1::2]
     first, second = rows.chunk(2)
     return (first, second) if w13_layout == "gate_up" else (second, first)
 

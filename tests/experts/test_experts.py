@@ -216,7 +216,7 @@ def test_bad_files(tmp_path):
 PEAK = """
 import resource, sys, torch
 from moe_ops.experts import Mxfp4Experts
-E, I, H = 16, 512, 1024  # 0.8 MiB an expert of codes
+E, I, H = 24, 1024, 2048  # 3.2 MiB an expert
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def make(experts):
@@ -226,7 +226,7 @@ def make(experts):
         full(2 * I, H // 2, value=3), full(2 * I, H // 32, value=120), full(H, I // 2, value=3),
         full(H, I // 32, value=120), w13_layout="interleaved")
 make(1).prepare()  # what the first call costs is not weights
-weights = make(16 * E)
+weights = make(E)
 before = peak()
 weights.prepare()
 one = 3 * I * H * 17 // 32
@@ -239,5 +239,5 @@ def test_peak_memory_is_the_weights_and_one_expert():
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     grown, one_expert = (int(word) for word in output.split())
-    # Rows split, tiles and the stacked result of one of the two products live at once: under two experts.
-    assert grown <= 2 * one_expert + 2**20, f"{grown} bytes more than the weights; an expert is {one_expert}"
+    # The allocator keeps some of what it got back.
+    assert grown <= one_expert + 2**22, f"{grown} bytes more than the weights; an expert is {one_expert}"

@@ -269,7 +269,7 @@ void test_isa(const std::string& isa) {
   };
   const W13Layout layouts[] = {W13Layout::kGateUp, W13Layout::kUpGate, W13Layout::kInterleaved};
   int n = 0;
-  // T and K so that experts get 1, 4, 5, 16, 17, 40 and 150 rows.
+  // T and K so that experts get from 1 to 150 rows, on both sides of each change of kernel.
   for (const Shape& s : {Shape{4, 96, 32, 1, 2}, Shape{3, 192, 96, 9, 2}, Shape{2, 64, 192, 33, 1},
                          Shape{1, 128, 64, 40, 1}, Shape{2, 288, 64, 150, 2}}) {
     const W13Layout layout = layouts[n++ % 3];

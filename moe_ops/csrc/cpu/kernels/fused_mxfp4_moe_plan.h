@@ -19,7 +19,7 @@ enum class Path {
 };
 
 // Up to this many rows of an expert the 16-bit integer kernels are faster than tiles, see docs/measured.md.
-constexpr int kMostQuantRows = 4;
+constexpr int kMostQuantRows = 2;
 
 struct Slot {
   int32_t token;
