@@ -363,7 +363,7 @@ def _rows(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_w13(codes: Tensor, scales: Tensor, w13_layout: str) -> None:
-    """One expert's w13 and w13_scale to tiles, in place; a copy of w13 and a tiled half of it are all that lives besides."""
+    """One expert's w13 and w13_scale to tiles, in place; a copy of w13 and a tiled half of it live besides."""
     rows, blocks = scales.shape
     halves = [
         (c.clone(), s.clone()) for c, s in zip(_split(codes, w13_layout), _split(scales, w13_layout), strict=True)
