@@ -169,12 +169,12 @@ OPS: tuple[Op, ...] = (
     Op(
         "_permutation_map",
         "(Tensor topk_ids, Tensor? expert_map, Tensor? topk_weights, SymInt num_rows, Tensor(a!) row_map,"
-        " Tensor(b!) tokens_per_expert, Tensor(c!)? placement, Tensor(d!)? row_slot, Tensor(e!)? work) -> ()",
+        " Tensor(b!) tokens_per_expert, Tensor(c!)? placement, Tensor(d!)? row_slot) -> ()",
         {"CUDA": "csrc/cuda/permutation_map.cu"},
     ),
     Op(
         "_permute_rows",
-        "(Tensor hidden_states, Tensor placement, Tensor? work, Tensor(a!) out) -> ()",
+        "(Tensor hidden_states, Tensor placement, Tensor(a!) out) -> ()",
         {"CUDA": "csrc/cuda/permute_rows.cu"},
     ),
     # Hopper: what fused_mxfp4_moe calls for weight_layout "sm90_v1", and its kernels.

@@ -6,9 +6,6 @@ that must be zero. Rows are those of a stable sort; nothing depends on the order
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +16,7 @@ BLOCK_SLOTS = 128
 BLOCK_BUCKETS = 128
 BLOCK_SCAN = 1024
 # The native kernel counts in shared memory, at least one warp's counters a block.
-MAX_NATIVE_EXPERTS = 1_400
+MAX_NATIVE_EXPERTS = 4_000
 
 
 @kernel(
@@ -100,10 +97,6 @@ def _place_slots(
         tl.store(row_slot + row, tl.where(routed, slot.to(tl.int32), -1), mask=inside & (row < num_row_slots))
 
 
-def native_permutation_map(topk_ids: torch.Tensor, num_experts: int) -> Callable[..., Any] | None:
-    return native("_permutation_map", topk_ids) if num_experts <= MAX_NATIVE_EXPERTS else None
-
-
 def permutation_map(
     topk_ids: torch.Tensor,
     row_map: torch.Tensor,
@@ -112,7 +105,6 @@ def permutation_map(
     num_rows: int,
     placement: torch.Tensor | None = None,
     row_slot: torch.Tensor | None = None,
-    work: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
 ) -> None:
@@ -122,7 +114,6 @@ def permutation_map(
     tokens_per_expert: [E] int32 out.
     placement: [T, K] int32 out: row of a slot, ~row for a slot without an expert.
     row_slot: [n] int32 out, n at most T * K: slot of a row, -1 for the rows of slots without an expert.
-    work: [T * K, 2] int32 out, by the native kernel only: (slot, placement), sorted by expert within groups of slots.
     expert_map: [n] int32, applied to the ids first.
     topk_weights: [T, K] float32: a slot of weight exactly 0 counts as one without an expert.
     """
@@ -133,9 +124,9 @@ def permutation_map(
     if expert_map is not None and expert_map.numel() == 0:
         expert_map, topk_ids = None, torch.full_like(topk_ids, -1)
     topk_ids = topk_ids.contiguous()
-    native_map = native_permutation_map(topk_ids, num_experts)
-    if native_map is not None:
-        native_map(topk_ids, expert_map, topk_weights, num_rows, row_map, tokens_per_expert, placement, row_slot, work)
+    kernel = native("_permutation_map", topk_ids)
+    if kernel is not None and num_experts <= MAX_NATIVE_EXPERTS:
+        kernel(topk_ids, expert_map, topk_weights, num_rows, row_map, tokens_per_expert, placement, row_slot)
         return
 
     num_blocks = triton.cdiv(num_slots, BLOCK_SLOTS)

@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 
 from moe_ops.triton._launch import as_bits, dense_rows, kernel, launch, native, refuse_hip, vector_width
-from moe_ops.triton._permutation_map import native_permutation_map, permutation_map
+from moe_ops.triton._permutation_map import permutation_map
 
 BLOCK_COLUMNS = 1024
-# Slots from which the native copy goes through the rows of the result in an order of its own.
-ORDERED_SLOTS = 16_385
 
 
 @kernel(sizes=["num_tokens", "top_k", "num_rows", "units", "stride_units"], indices=["placement"])
@@ -51,20 +49,16 @@ def permute_rows(
     refuse_hip()
     num_rows, width = permuted.shape
     placement = torch.empty_like(row_map)
-    kernel = native("_permute_rows", hidden_states)
-    work = None
-    native_map = native_permutation_map(topk_ids, tokens_per_expert.numel())
-    if kernel is not None and native_map is not None and topk_ids.numel() >= ORDERED_SLOTS:
-        work = placement.new_empty((topk_ids.numel(), 2))
-    permutation_map(topk_ids, row_map, tokens_per_expert, num_rows=num_rows, placement=placement, work=work)
+    permutation_map(topk_ids, row_map, tokens_per_expert, num_rows=num_rows, placement=placement)
     if topk_ids.numel() == 0:
         permuted.zero_()
         return
     if num_rows == 0 or width == 0:
         return
     hidden_states = dense_rows(hidden_states)
+    kernel = native("_permute_rows", hidden_states)
     if kernel is not None:
-        kernel(hidden_states, placement, work, permuted)
+        kernel(hidden_states, placement, permuted)
         return
     num_tokens, top_k = topk_ids.shape
     source, out = as_bits(hidden_states), as_bits(permuted)

@@ -13,10 +13,8 @@ pytestmark = pytest.mark.unpoisoned
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 128, 256, 384, 1400, 60_000])
-@pytest.mark.parametrize(
-    "slots", [(1, 1), (4, 8), (128, 8), (512, 8), (1024, 8), (1025, 8), (4001, 3), (4096, 8), (40000, 8)]
-)
+@pytest.mark.parametrize("experts", [1, 3, 128, 256, 384, 1500, 6000, 60_000])
+@pytest.mark.parametrize("slots", [(1, 1), (4, 8), (128, 8), (512, 8), (1024, 8), (1025, 8), (4001, 3), (16384, 8)])
 def test_map_of_every_size(slots, experts, id_dtype):
     """One block, several, several with a scan between; counters of many experts; Triton past shared memory."""
     tokens, top_k = slots

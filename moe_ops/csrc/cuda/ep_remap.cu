@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kThreads) remap_rows(RemapArguments a) {
   int32_t local = -1, minimum = kNone;
 #pragma unroll 1
   for (int k = lane; inside && k < a.top_k; k += kWarp) {
-    const float weight = a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]];  // beside the id's load
     local = local_id<Id>(a, token, k);
-    a.local_weights[token * a.top_k + k] = local >= 0 ? weight : 0.0f;
+    const float weight = local >= 0 ? a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]] : 0.0f;
+    a.local_weights[token * a.top_k + k] = weight;
     if (local >= 0) minimum = min(minimum, local);
     if (kWide) ids[k] = local;
   }

@@ -1,14 +1,13 @@
 // The permutation map of one batch: where a stable sort by expert puts every slot, and how many slots each expert has.
 //
 // Slots without an expert form a last bucket, so that they get the rows behind the routed ones: those rows are
-// zero-filled. A warp owns consecutive slots. Its lanes set their bits in a word per bucket in shared memory, whose
-// population is the count and whose lower bits are the rank (nine votes or the match instruction take several times as
-// long); a prefix over warps and buckets turns counts into rows. What the slots of other blocks contribute, a block
-// counts by itself up to 16,384 slots; above, a first kernel leaves the counts of each block. Nothing depends on the
-// order of execution.
+// zero-filled. A warp owns consecutive slots. It finds the lanes of equal bucket with one vote per bit of the bucket
+// (the match instruction takes a turn per distinct value) and leaves its counts in shared memory; a prefix over warps
+// and buckets turns counts into rows. What the slots of other blocks contribute, a block counts by itself up to 16,384
+// slots; above, a first kernel leaves the counts of each block. Nothing depends on the order of execution.
 //
-// NOTE: the kernel of small batches is short on purpose. Fetching its instructions is a part of its time: an unrolled
-// form of 17 KB was slower by 1 to 2 us.
+// NOTE: the kernels are short on purpose. At decode sizes fetching their instructions is what they spend most time on:
+// an unrolled form of 17 KB took 5 to 6 us where its work takes 1.5.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -30,8 +29,7 @@ constexpr int kItems = 4;                 // slots of a lane where a kernel coun
 constexpr int64_t kCountedByAll = 16384;  // slots up to which every block counts all of them; fits 16 bits
 constexpr int64_t kScanInPlace = 64;      // up to this many blocks, each adds up the counts in front of it by itself
 constexpr int64_t kStaticShared = 1024;
-constexpr int kBatch = 8;            // independent loads in flight; warps are counted in multiples of it
-constexpr int64_t kFewSlots = 2048;  // up to which blocks of 8 warps are enough; above, 16
+constexpr int kBatch = 8;  // independent loads in flight; warps are counted in multiples of it
 
 struct MapArguments {
   const void* topk_ids;
@@ -41,13 +39,13 @@ struct MapArguments {
   int32_t num_slots;
   int32_t num_experts;
   int32_t warps;               // that own slots
+  int32_t bucket_bits;         // of the largest bucket number
   int32_t num_rows;            // of the permuted buffer
   int32_t num_row_slots;       // of row_slot
   int32_t* row_map;            // [slots] row, or -1
   int32_t* tokens_per_expert;  // [E]
   int32_t* placement;          // [slots] row, or ~row for a slot without an expert; or null
   int32_t* row_slot;           // [num_row_slots] slot of a row, or -1; or null
-  int2* work;                  // [slots] (slot, placement), by expert within a block's slots; or null
   uint32_t* block_counts;      // [blocks, E + 1], with `scanned` the rows of a block before it
   uint32_t* totals;            // [E + 1], used with `scanned`
   bool scanned;
@@ -66,6 +64,18 @@ __device__ __forceinline__ int bucket_of(const MapArguments& a, unsigned slot) {
     if (a.topk_weights != nullptr && a.topk_weights[slot] == 0.0f) id = -1;
   }
   return id >= 0 && id < a.num_experts ? static_cast<int>(id) : a.num_experts;
+}
+
+// Lanes of the same bucket.
+__device__ __forceinline__ unsigned peers_of(int bucket, int bits) {
+  unsigned peers = kAllLanes;
+#pragma unroll 1
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool set = (bucket >> bit) & 1;
+    const unsigned votes = __ballot_sync(kAllLanes, set);
+    peers &= set ? votes : ~votes;
+  }
+  return peers;
 }
 
 __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
@@ -140,12 +150,11 @@ __global__ void scan_blocks(MapArguments a, int64_t blocks) {
 
 // Shared memory, in words: all [E + 2], the slots of the batch in the high half and those in front of the block in the
 // low half, then the row of a bucket's first slot in this block; counts [warps rounded up, E + 1] of a warp, then the
-// slots of the bucket in the warps before it. Where a first kernel has counted: also masks [warps rounded up, E + 1],
-// the lanes of a bucket, and local [E + 1], the slots of this block in the buckets in front.
+// slots of the bucket in the warps before it. kLaneItems is 1 where the block counts all slots itself.
 template <typename Id, bool kPlain, int kLaneItems>
 __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
   extern __shared__ uint32_t all[];
-  __shared__ uint32_t warp_sums[kMaxWarps], local_sums[kMaxWarps];
+  __shared__ uint32_t warp_sums[kMaxWarps];
   constexpr bool kCounted = kLaneItems > 1;
   release_successor();
   const int buckets = a.num_experts + 1;
@@ -154,8 +163,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
   const unsigned block_first = blockIdx.x * (a.warps * kWarp * kLaneItems);
   const unsigned first = block_first + warp * (kWarp * kLaneItems) + lane;
   const int rows_of_counts = (a.warps + kBatch - 1) / kBatch * kBatch;
-  uint32_t* masks = kCounted ? counts + rows_of_counts * buckets : counts;
-  uint32_t* local = masks + rows_of_counts * buckets;
 
   int bucket[kLaneItems];
   uint32_t rank[kLaneItems];
@@ -164,9 +171,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
     bucket[i] = warp < a.warps ? bucket_of<Id, kPlain>(a, first + i * kWarp) : buckets;
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < ((kCounted ? 2 : 1) * rows_of_counts + 1) * buckets + 1; i += blockDim.x) {
-    all[i] = 0;
-  }
+  for (int i = threadIdx.x; i < (rows_of_counts + 1) * buckets + 1; i += blockDim.x) all[i] = 0;
   __syncthreads();
   if (!kCounted) {
 #pragma unroll 1
@@ -176,38 +181,32 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
       for (int i = 0; i < 4; ++i) other[i] = bucket_of<Id, kPlain>(a, slot + i * blockDim.x);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (other[i] < buckets) atomicAdd(&all[other[i]], slot + i * blockDim.x < block_first ? 0x10001u : 0x10000u);
+        atomicAdd(&all[other[i]], slot + i * blockDim.x < block_first ? 0x10001u : 0x10000u);
       }
     }
   }
   if (warp < a.warps) {
     uint32_t* mine = counts + warp * buckets;
-    uint32_t* lanes = masks + warp * buckets;
 #pragma unroll
     for (int i = 0; i < kLaneItems; ++i) {
-      const bool inside = bucket[i] < buckets;
-      if (inside) atomicOr(&lanes[bucket[i]], 1u << lane);
-      __syncwarp();
-      const unsigned peers = inside ? lanes[bucket[i]] : 0;
-      const uint32_t so_far = kCounted && inside ? mine[bucket[i]] : 0;
+      const unsigned peers = peers_of(bucket[i], a.bucket_bits);
       const int before = __popc(peers & ((1u << lane) - 1));
+      const bool inside = bucket[i] < buckets;
+      const uint32_t so_far = kCounted && inside ? mine[bucket[i]] : 0;
       rank[i] = so_far + before;
-      __syncwarp();
-      if (inside && before == 0) {
-        if (kCounted) lanes[bucket[i]] = 0;
-        mine[bucket[i]] = so_far + __popc(peers);
-      }
+      if (kCounted) __syncwarp();
+      if (inside && before == 0) mine[bucket[i]] = so_far + __popc(peers);
       if (kCounted) __syncwarp();
     }
   }
   __syncthreads();
   if (kCounted) wait_for_predecessor();
 
-  uint32_t carry = 0, local_carry = 0;  // rows of the buckets in front of this round, of the batch and of this block
+  uint32_t carry = 0;  // rows of the buckets in front of this round
 #pragma unroll 1
   for (int round = 0; round < buckets; round += blockDim.x) {
     const int b = round + threadIdx.x;
-    uint32_t in_front = 0, total = 0, running = 0;
+    uint32_t in_front = 0, total = 0;
     if (b < buckets) {
       if (!kCounted) {
         in_front = all[b] & 0xffffu;
@@ -217,13 +216,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
         total = a.totals[b];
       } else {
         const uint32_t* column = a.block_counts + b;
-#pragma unroll 16
+#pragma unroll 4
         for (unsigned block = 0; block < gridDim.x; ++block, column += buckets) {
           const uint32_t count = *column;
           total += count;
           in_front += block < blockIdx.x ? count : 0;
         }
       }
+      uint32_t running = 0;
       uint32_t* column = counts + b;
 #pragma unroll 1
       for (int w = 0; w < a.warps; w += kBatch) {
@@ -243,12 +243,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
     const uint32_t row = carry + in_front + block_exclusive_sum(total, warp_sums, &round_total);
     carry += round_total;
     if (b < buckets) all[b] = row;
-    if (kCounted && a.work != nullptr) {
-      uint32_t local_total = 0;
-      const uint32_t start = local_carry + block_exclusive_sum(running, local_sums, &local_total);
-      local_carry += local_total;
-      if (b < buckets) local[b] = start;
-    }
     __syncthreads();
   }
 
@@ -262,10 +256,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
       const bool routed = bucket[i] < a.num_experts;
       a.row_map[slot] = routed && row < a.num_rows ? row : -1;
       if (a.placement != nullptr) a.placement[slot] = routed ? row : ~row;
-      if (kCounted && a.work != nullptr) {
-        const unsigned at = block_first + local[bucket[i]] + mine[bucket[i]] + rank[i];
-        a.work[at] = make_int2(static_cast<int>(slot), routed ? row : ~row);
-      }
       if (a.row_slot != nullptr && row < a.num_row_slots) a.row_slot[row] = routed ? static_cast<int32_t>(slot) : -1;
     }
   }
@@ -273,23 +263,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-int64_t place_bytes(int64_t warps, int64_t buckets, bool counted) {
-  const int64_t rows = round_up(warps, kBatch);
-  const int64_t words = counted ? (2 * rows + 2) * buckets + 1 : (rows + 1) * buckets + 1;
-  return words * static_cast<int64_t>(sizeof(uint32_t));
+int64_t place_bytes(int64_t warps, int64_t buckets) {
+  return ((round_up(warps, kBatch) + 1) * buckets + 1) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 template <typename Id, bool kPlain>
 void place_counting_all(MapArguments a, int64_t max_warps, const Tensor& on) {
   const int64_t buckets = static_cast<int64_t>(a.num_experts) + 1;
-  const int64_t block_warps = std::min<int64_t>(max_warps, a.num_slots <= kFewSlots ? 8 : 16);
-  a.warps = static_cast<int32_t>(std::min<int64_t>(block_warps, (a.num_slots + kWarp - 1) / kWarp));
+  a.warps = static_cast<int32_t>(std::min<int64_t>(max_warps, (a.num_slots + kWarp - 1) / kWarp));
   // At least a thread for every bucket, where that is one round of the scan.
   const int64_t warps = std::max<int64_t>(a.warps, (buckets + kWarp - 1) / kWarp);
   LaunchShape shape;
   shape.threads = static_cast<int>(std::min<int64_t>(kMaxWarps, warps) * kWarp);
   shape.blocks = (a.num_slots + a.warps * kWarp - 1) / (a.warps * kWarp);
-  shape.shared_bytes = place_bytes(a.warps, buckets, false);
+  shape.shared_bytes = place_bytes(a.warps, buckets);
   launch(place_slots<Id, kPlain, 1>, shape, on, a);
 }
 
@@ -317,7 +304,7 @@ void place_counted(MapArguments a, int64_t max_warps, const Tensor& on) {
     scan.overlap = true;
     launch(scan_blocks, scan, on, a, blocks);
   }
-  shape.shared_bytes = place_bytes(max_warps, buckets, true);
+  shape.shared_bytes = place_bytes(max_warps, buckets);
   launch(place_slots<Id, kPlain, kItems>, shape, on, a);
 }
 
@@ -326,12 +313,13 @@ void place(MapArguments a, const Tensor& on) {
   const int64_t buckets = static_cast<int64_t>(a.num_experts) + 1;
   const int64_t usable = device_traits(on).shared_bytes - kStaticShared;
   int64_t max_warps = kMaxWarps;
-  while (max_warps > 0 && place_bytes(max_warps, buckets, true) > usable) max_warps -= kBatch;
+  while (max_warps > 0 && place_bytes(max_warps, buckets) > usable) max_warps -= kBatch;
   if (max_warps == 0) {
     throw std::runtime_error("_permutation_map: too many experts for the shared memory of a multiprocessor");
   }
+  while ((int64_t{1} << a.bucket_bits) <= buckets) ++a.bucket_bits;
   const bool plain = a.expert_map == nullptr && a.topk_weights == nullptr;
-  if (a.num_slots <= kCountedByAll && a.work == nullptr) {
+  if (a.num_slots <= kCountedByAll) {
     return plain ? place_counting_all<Id, true>(a, max_warps, on) : place_counting_all<Id, false>(a, max_warps, on);
   }
   return plain ? place_counted<Id, true>(a, max_warps, on) : place_counted<Id, false>(a, max_warps, on);
@@ -341,7 +329,7 @@ void place(MapArguments a, const Tensor& on) {
 // contiguous, on one device, allocated by them.
 void permutation_map(const Tensor& topk_ids, std::optional<Tensor> expert_map, std::optional<Tensor> topk_weights,
                      int64_t num_rows, Tensor row_map, Tensor tokens_per_expert, std::optional<Tensor> placement,
-                     std::optional<Tensor> row_slot, std::optional<Tensor> work) {
+                     std::optional<Tensor> row_slot) {
   const torch::stable::accelerator::DeviceGuard guard(topk_ids.get_device_index());
   MapArguments a = {};
   a.topk_ids = topk_ids.const_data_ptr();
@@ -357,7 +345,6 @@ void permutation_map(const Tensor& topk_ids, std::optional<Tensor> expert_map, s
   }
   if (topk_weights.has_value()) a.topk_weights = static_cast<const float*>(topk_weights->const_data_ptr());
   if (placement.has_value()) a.placement = static_cast<int32_t*>(placement->data_ptr());
-  if (work.has_value()) a.work = static_cast<int2*>(work->data_ptr());
   if (row_slot.has_value()) {
     a.row_slot = static_cast<int32_t*>(row_slot->data_ptr());
     a.num_row_slots = static_cast<int32_t>(row_slot->numel());
