@@ -135,7 +135,8 @@ def _received_counts(counts: torch.Tensor, spec: RouteSpec) -> torch.Tensor:
 def _padded_row_map(row_map: torch.Tensor, edges: torch.Tensor, capacity: int) -> torch.Tensor:
     """Rows of the permuted buffer to rows of the padded one; `edges` [R + 1] are the ends of the ranks' blocks."""
     row = row_map.to(torch.int64)
-    rank = torch.searchsorted(edges[1:].contiguous(), row, right=True).clamp(max=edges.shape[0] - 2)
+    # Cloned: inductor cannot search in a slice.
+    rank = torch.searchsorted(edges[1:].clone(), row, right=True).clamp(max=edges.shape[0] - 2)
     place = row - edges[rank]
     return torch.where((row >= 0) & (place < capacity), rank * capacity + place, -1).to(torch.int32)
 
