@@ -1,7 +1,7 @@
 """Runs the NPU tests, each module in a process of its own, and counts the cases.
 
     python -m tests.npu.run                        # simulated A2, all modules
-    python -m tests.npu.run --soc A2 A3 A5         # or full names such as Ascend910B3
+    python -m tests.npu.run FILE --soc A2 A3 A5    # or full names such as Ascend910B3
     python -m tests.npu.run --hardware             # the device and CANN of this machine
     python -m tests.npu.run tests/ops/test_topk_permute.py -- -k empty
 
@@ -94,6 +94,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="modules at a time")
     own, rest = _split(sys.argv[1:])
     arguments = parser.parse_args(own)
+    unknown = [name for name in arguments.soc if name not in _SOC_NAMES and not name.startswith("Ascend")]
+    if unknown:
+        parser.error(f"--soc takes {', '.join(_SOC_NAMES)} or full names, got {unknown[0]}; name test files before it")
     names = ["hardware"] if arguments.hardware else [_SOC_NAMES.get(name, name) for name in arguments.soc]
     if not arguments.hardware:
         from tests.npu.sim import loader
