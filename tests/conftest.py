@@ -58,6 +58,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def same_numbers_every_run():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest):
     """Fill everything that torch.empty returns, also to C++, with NaN or the largest integer: an element that a kernel
     does not write cannot pass."""

@@ -12,6 +12,7 @@ from moe_ops.distributed.placement import first_experts
 from moe_ops.distributed.tensor_parallel import slice_bounds
 from moe_ops.reference.fused_mxfp4_moe import fused_mxfp4_moe as reference
 from moe_ops.reference.mxfp4 import quantize_mxfp4
+from tests.support import assert_close
 
 
 def test_the_first_ranks_own_one_more() -> None:
@@ -90,7 +91,8 @@ def test_parts_add_up(w13_layout: str, intermediate: int, tp_size: int) -> None:
         for rank in range(tp_size)
     ]  # fmt: skip
     whole = run(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
+    # Elements that cancel have no digits of their own: the bound is relative to the RMS.
+    assert_close(sum(parts), whole, max_tol=3e-6, rms_tol=5e-7)
 
 
 def test_slices_cut_at_blocks() -> None:
