@@ -1,6 +1,6 @@
 """cpu_moe_submit / cpu_moe_sync: what the coupling costs and how much CPU time it hides.
 
-    python benchmarks/bench_cpu_moe.py [--device cuda] [--csv FILE]
+    python -m benchmarks.bench_cpu_moe [--device cuda] [--csv FILE]
 
 For each case three times are measured: the CPU experts alone (submit, sync), the device part alone, and both
 (submit, device part, sync). `over` is both / max(CPU, device); `hidden` is the share of the CPU experts' time that the

@@ -1,6 +1,6 @@
 """What deferring CPU experts costs in accuracy: perplexity of SmolLM2-135M-Instruct, the demo's model.
 
-    python benchmarks/bench_deferral.py
+    python -m benchmarks.bench_deferral
 
 Each feed-forward layer is cut into 8 experts of consecutive neurons and quantised to MXFP4; all 8 run for every token
 at weight 1, so that without deferral the model is the dense one up to quantisation. Experts 0 to 3 are on the device, 4

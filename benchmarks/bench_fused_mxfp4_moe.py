@@ -1,8 +1,8 @@
 """fused_mxfp4_moe on the CPU beside the reference, plain torch and installed peers, as shares of the machine's limits.
 
-    python benchmarks/bench_fused_mxfp4_moe.py --machine NAME [--layers gptoss,qwen3,dsv3] [--tokens 1,4,16,64,256]
+    python -m benchmarks.bench_fused_mxfp4_moe --machine NAME [--layers gptoss,qwen3,dsv3] [--tokens 1,4,16,64,256]
                                                [--threads 2] [--seconds 2] [--append] [--vllm PATH/_C.abi3.so]
-    python benchmarks/bench_fused_mxfp4_moe.py --plot results/NAME
+    python -m benchmarks.bench_fused_mxfp4_moe --plot results/NAME
 
 Weights are random codes with scales that keep sums near one; activations bfloat16; SiLU without limits. Cold: calls
 rotate over experts (T = 1) or over layers and routings (T > 1), more memory than the caches hold. Bytes counted are of
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RESULTS, Provider, Roofs, gate, interleave, machine_facts, read_csv, write_csv
 
+from benchmarks.harness import RESULTS, Provider, Roofs, gate, interleave, machine_facts, read_csv, write_csv
 from moe_ops import Mxfp4Experts, fused_mxfp4_moe, reference
 from moe_ops.reference.mxfp4 import E2M1_VALUES
 

@@ -1,6 +1,6 @@
 """Route preparation: metadata against plain PyTorch, the paths of prepare_topk_route, and the overlap of the gather.
 
-    python benchmarks/bench_route.py [--device cpu|cuda] [--out FOLDER]
+    python -m benchmarks.bench_route [--device cpu|cuda] [--out FOLDER]
 
 Three tables, in microseconds (median of the calls; on CUDA the device time of a synchronised call, host included):
 

@@ -71,4 +71,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if torch.cuda.is_available():
+        main()
+    else:
+        from benchmarks.cpu_stages import run
+
+        run("topk_permute")

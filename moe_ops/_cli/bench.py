@@ -33,4 +33,4 @@ def run(console: Console, op: str, arguments: list[str]) -> int:
             console.print(f"{name:28} {path.relative_to(ROOT)}", highlight=False)
         return 0
     # A process of its own: some benchmarks set thread counts and environment variables before torch is imported.
-    return subprocess.call([sys.executable, str(found[op]), *arguments], cwd=ROOT)
+    return subprocess.call([sys.executable, "-m", f"benchmarks.{found[op].stem}", *arguments], cwd=ROOT)
