@@ -10,6 +10,7 @@ makes that an error. Other switches: MOE_OPS_BUILD_CUDA=0, MOE_OPS_WERROR=1, MOE
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -110,7 +111,7 @@ class BuildNative(build_ext):
             self.build_cuda()
 
     def output(self, name: str) -> Path:
-        base = ROOT if self.inplace else Path(self.build_lib).resolve()
+        base = ROOT if self.inplace or self.editable_mode else Path(self.build_lib).resolve()
         path = base / "moe_ops" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -125,6 +126,8 @@ class BuildNative(build_ext):
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if not compiler:
             return self.left_out("_C.abi3.so", "no C++ compiler was found")
+        if not (shutil.which("ninja") or importlib.util.find_spec("ninja")):
+            return self.left_out("_C.abi3.so", "ninja was not found (pip install ninja)")
         ninja = Ninja(Path(self.build_temp).resolve() / "cpu")
         warnings = f"-Wall -Wextra {self.werror}"
         ninja.rule(

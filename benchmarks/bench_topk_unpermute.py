@@ -1,8 +1,8 @@
 """topk_unpermute and its backward on CUDA.
 
 Bytes counted: forward T * K rows read and T rows written; backward T * K + T rows read and T * K written. Peers on an
-H200 (E 256, top-8), GB/s: moe-ops 0.1.0 2461 to 4334, TransformerEngine 2787 to 4183, vLLM 2763 to 4281, torch 402 to
-793; backward at H 4096, T 16384: moe-ops 0.1.0 3961, TransformerEngine 3678.
+H200 (E 256, top-8), GB/s: PyPI's moe-ops 0.1.0 2461 to 4334, TransformerEngine 2787 to 4183, vLLM 2763 to 4281, torch
+402 to 793; backward at H 4096, T 16384: PyPI's moe-ops 0.1.0 3961, TransformerEngine 3678.
 """
 
 from __future__ import annotations

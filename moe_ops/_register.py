@@ -7,6 +7,7 @@ with the reason, so that the package always imports and a missing backend is alw
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,15 @@ def register_fakes() -> None:
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=LIBRARY)
 
 
+def _hides_installation(library: str) -> bool:
+    """Whether an installed distribution has the library that this copy of the package lacks."""
+    try:
+        installed = importlib.metadata.distribution("torch-moe-ops").locate_file(f"moe_ops/{library}")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return Path(str(installed)).exists()
+
+
 def load_native() -> dict[str, str]:
     """Load the native libraries that are there; dispatch key -> why its library is not."""
     reasons: dict[str, str] = {}
@@ -63,11 +73,19 @@ def load_native() -> dict[str, str]:
         if not path.exists():
             tool = "nvcc" if key == "CUDA" else "a C++ compiler"
             reasons[key] = f"moe_ops/{name} is not installed: it is built where {tool} is found"
+            if _hides_installation(name):
+                reasons[key] = (
+                    f"{PACKAGE.parent} is a source tree without libraries, and hides the installed package: "
+                    "run from another folder, or install it with `pip install --no-build-isolation -e .`"
+                )
+            continue
+        if key == "CUDA" and torch.version.cuda is None:
+            reasons[key] = "this torch is a build without CUDA"
             continue
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            reasons[key] = f"moe_ops/{name} could not be loaded: {error}"
+            reasons[key] = f"moe_ops/{name} could not be loaded: {error.__cause__ or error}"
     return reasons
 
 

@@ -24,6 +24,8 @@ def mark(*tensors: torch.Tensor) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():  # a traced tensor has no memory of its own to look up
+        return False
     storage, ranges = _REPACKED.get(tensor.untyped_storage()._cdata, (None, []))
     if storage is None or storage.expired():
         return False

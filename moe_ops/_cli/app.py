@@ -64,7 +64,7 @@ def demo(
     try:
         run(options, Console())
     except RuntimeError as error:
-        Console(stderr=True).print(f"[red]{error}[/red]", soft_wrap=True)
+        Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 

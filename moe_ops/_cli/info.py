@@ -84,15 +84,21 @@ def kernel_table() -> tuple[Table, dict[str, list[str]]]:
         table.add_column(key)
     reasons: dict[str, list[str]] = {}
     for op in OPS:
+        if not op.public and set(op.kernels) - set(KEYS):
+            continue  # management of engines: no kernels of a device
         cells = []
         for key in KEYS:
+            if not op.public and key not in op.kernels:
+                cells.append("")
+                continue
             reason = missing(op.name, key) if key in op.kernels else "the op has no kernel for it"
             if reason:
                 # One line for the same reason of several ops, though each names its own file.
                 general = reason.replace(f"/{op.name}.", "/<op>.")
                 reasons.setdefault(f"{key}: {general}", []).append(op.name)
             cells.append("[dim]-[/dim]" if reason else f"[green]{_language(op.kernels[key])}[/green]")
-        table.add_row(op.name if op.public else f"[dim]{op.name}[/dim]", *cells)
+        if op.public:
+            table.add_row(op.name, *cells)
     return table, reasons
 
 

@@ -40,13 +40,13 @@ def printed(function, *arguments) -> tuple[int, str]:
 def test_info_names_every_op_and_every_reason() -> None:
     _, text = printed(info.run)
     for op in OPS:
-        assert op.name in text
+        if op.public or any(info.missing(op.name, key) for key in op.kernels if key in info.KEYS):
+            assert op.name in text, op.name
     for word in (torch.__version__, moe_ops.__version__, "processor", "accelerators", "CUDA device"):
         assert word in text
     reasons = text[text.index("Kernels") :]
-    for op in OPS:
-        if info.missing(op.name, "CPU"):
-            assert "CPU: " in reasons
+    if any(info.missing(op.name, "CPU") for op in OPS if "CPU" in op.kernels):
+        assert "CPU: " in reasons
 
 
 def test_info_in_a_process_of_its_own() -> None:
