@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def load_native() -> dict[str, str]:
             torch.ops.load_library(str(path))
         except OSError as error:
             reasons[key] = f"moe_ops/{name} could not be loaded: {error.__cause__ or error}"
+            # Parts of the CUDA ops have Triton kernels to go on with: slower, which must not happen unsaid.
+            warnings.warn(reasons[key], RuntimeWarning, stacklevel=3)
     return reasons
 
 
