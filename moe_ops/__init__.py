@@ -22,6 +22,7 @@ from moe_ops.cpu_experts import CpuExperts  # noqa: E402
 from moe_ops.engine import CpuMoeEngine  # noqa: E402
 from moe_ops.experts import Mxfp4Experts, PreparedExperts  # noqa: E402
 from moe_ops.hybrid import HybridExperts  # noqa: E402
+from moe_ops.modules import FusedMxfp4Experts  # noqa: E402
 from moe_ops.ops import (  # noqa: E402  (the ops must exist before the functions that call them)
     cpu_moe_submit,
     cpu_moe_sync,
@@ -38,6 +39,7 @@ from moe_ops.placement import gpu_expert_masks, select_deferred_experts  # noqa:
 __all__ = [
     "CpuExperts",
     "CpuMoeEngine",
+    "FusedMxfp4Experts",
     "HybridExperts",
     "Mxfp4Experts",
     "PreparedExperts",

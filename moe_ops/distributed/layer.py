@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +81,16 @@ class ExpertParallelMoE(nn.Module):
         self._own_workspace: Workspace | None = None
         self._out_dtype = _takes_out_dtype(experts)
         self._flags: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelMoE:
+        """Experts are copied; process groups and a workspace given by the caller are shared."""
+        state = {**self.__dict__, "_own_workspace": None, "_flags": None}
+        for shared in (self.spec, self.tp_group, self.workspace):
+            memo[id(shared)] = shared
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        return copied
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -7,7 +7,7 @@
 
 "moe_ops" runs a model's own weights through `topk_permute`, grouped matrix products and `topk_unpermute`; ids outside
 the experts, which transformers uses as sentinels under expert parallelism, are skipped. The two functions put
-`MXFP4Experts` in the place of the experts modules, which run in `fused_mxfp4_moe`.
+`moe_ops.FusedMxfp4Experts` in the place of the experts modules, which run in `fused_mxfp4_moe`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import moe_ops
 from moe_ops.experts import Mxfp4Experts
 from moe_ops.integrations.checkpoints import Checkpoint
+from moe_ops.modules import FusedMxfp4Experts
 from moe_ops.reference.mxfp4 import quantize_mxfp4
 
 NAME = "moe_ops"
@@ -65,37 +66,6 @@ def _grouped_linear(
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)
 
 
-class MXFP4Experts(torch.nn.Module):
-    """The experts of one layer over MXFP4 weights; forward has the arguments of a transformers experts module.
-
-    The tensors are buffers under the names that `fused_mxfp4_moe` gives them. `activation` holds the keyword arguments
-    activation, swiglu_limit and swiglu_alpha.
-    """
-
-    def __init__(self, experts: Mxfp4Experts, activation: dict[str, Any]) -> None:
-        super().__init__()
-        self.num_experts = experts.num_experts
-        self.w13_layout = experts.w13_layout
-        self.activation = dict(activation)
-        for name in ("w13", "w13_scale", "w2", "w2_scale", "w13_bias", "w2_bias"):
-            self.register_buffer(name, getattr(experts, name))
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        return moe_ops.fused_mxfp4_moe(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            **self._buffers,  # type: ignore[arg-type]
-            w13_layout=self.w13_layout,
-            **self.activation,
-        )
-
-    def extra_repr(self) -> str:
-        return f"{self.num_experts} experts, MXFP4, rows {self.w13_layout}, {self.activation['activation']}"
-
-
 def experts_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, module) of every experts module that transformers dispatches through its registry."""
     for name, module in model.named_modules():
@@ -133,14 +103,14 @@ def resolve_activation(module: Any) -> tuple[dict[str, Any], str]:
 
 
 def quantize_experts(model: torch.nn.Module, *, progress: Callable[[int], None] | None = None) -> int:
-    """Put `MXFP4Experts` in the place of every experts module, quantising its weights; returns how many there were.
+    """Put `moe_ops.FusedMxfp4Experts` in the place of every experts module, quantising; returns how many there were.
 
     The float weights of a layer are freed before the next one is quantised.
     """
     count = 0
     for name, module in list(experts_modules(model)):
         activation, layout = resolve_activation(module)
-        replacement = MXFP4Experts(_quantize(module, layout), activation)
+        replacement = FusedMxfp4Experts(_quantize(module, layout), **activation)
         model.set_submodule(name, replacement.to(module.down_proj.device))
         count += 1
         if progress is not None:
@@ -184,7 +154,7 @@ def load_experts(
             arguments = activation or resolve_activation(module)[0]
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             target = "cpu" if device.type == "meta" else device
-            model.set_submodule(prefix, MXFP4Experts(checkpoint.load_experts(prefix, device=target), arguments))
+            model.set_submodule(prefix, FusedMxfp4Experts(checkpoint.load_experts(prefix, device=target), **arguments))
             count += 1
             if progress is not None:
                 progress(count)

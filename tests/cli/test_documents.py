@@ -25,10 +25,19 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
+def code_of(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.S)
+
+
 def test_code_of_the_readme() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    blocks = code_of("README.md")
     assert len(blocks) >= 2
     assert python("-c", "\n".join([*blocks, "print(tuple(out.shape))"])) == "(16, 512)\n"
+
+
+def test_code_of_expert_parallelism() -> None:
+    check = "torch.testing.assert_close(by_stages, output.float(), rtol=1e-2, atol=1e-2); print(output.abs().max() > 0)"
+    assert python("-c", "\n".join([*code_of("docs/distributed.md"), check])) == "tensor(True)\n"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -54,3 +63,17 @@ def test_every_example_is_listed() -> None:
 def test_links(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_settings_are_those_that_are_read() -> None:
+    in_code = r'(?:environ(?:\.get\(|\[)|getenv\(|flag\()"(MOE_OPS_[A-Z0-9_]+)'
+    in_shell = r"\$\{(MOE_OPS_[A-Z0-9_]+):-"
+    folders = ("moe_ops", "tests", "benchmarks", "scripts")
+    paths = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    found = set()
+    for path in paths:
+        if path.suffix in (".py", ".cpp", ".h", "") and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found |= {*re.findall(in_code, text), *re.findall(in_shell, text)}
+    listed = set(re.findall(r"^\| `(MOE_OPS_\w+)`", (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), re.M))
+    assert found == listed

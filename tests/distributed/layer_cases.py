@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import tempfile
@@ -176,6 +177,25 @@ def shared_workspace() -> None:
     for layer, expected in zip(layers, (kept, second), strict=True):
         assert torch.equal(run(layer, (*inputs, torch.ones_like(kept)))[0], expected)
     assert workspace.generation >= 1 and not workspace.claimed
+
+
+def copies_share_the_group() -> None:
+    """A deep copy has experts of its own, and the process groups and the workspace of the original."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    w13, w2 = dense_weights(ranks)
+    for capacity, workspace in ((None, Workspace()), (None, None), (16, None)):
+        experts = RowExperts(w13[rank : rank + 1], w2[rank : rank + 1])
+        options = {"group": dist.group.WORLD, "capacity": capacity, "workspace": workspace}
+        layer = ExpertParallelMoE(experts, ranks, 2, HIDDEN, **options)
+        inputs = batch(rank, 4, ranks, 2, torch.float32)[:3]
+        with torch.no_grad():
+            expected = layer(*inputs)
+            twin = copy.deepcopy(layer)
+            assert torch.equal(twin(*inputs), expected) and expected.any()
+            assert twin.spec.group is layer.spec.group and twin.workspace is workspace
+            for parameter in twin.parameters():
+                parameter.zero_()
+            assert not twin(*inputs).any() and torch.equal(layer(*inputs), expected)
 
 
 def only_the_experts_are_trained(capacity: int | None) -> None:

@@ -58,6 +58,10 @@ def test_thirty_experts_and_idle_ranks(cluster: Cluster) -> None:
     cluster.run(cases.equals_single_process, 3, tokens, 30, 4, torch.bfloat16, {})
 
 
+def test_deep_copies(pair: Cluster) -> None:
+    pair.run(cases.copies_share_the_group)
+
+
 def test_layers_share_a_workspace(cluster: Cluster) -> None:
     cluster.run(cases.shared_workspace)
 

@@ -1,0 +1,97 @@
+"""The experts of one layer as a module, for models."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ops._errors import require
+from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts
+
+
+class FusedMxfp4Experts(nn.Module):
+    """MXFP4 experts that run in `fused_mxfp4_moe`; the tensors are buffers under the names that the op gives them.
+
+        experts = FusedMxfp4Experts(Mxfp4Experts(w13, w13_scale, w2, w2_scale, w13_layout="gate_up"))
+        experts = experts.to(device).prepare()
+        out = experts(hidden_states, topk_ids, topk_weights)
+
+    Args:
+        experts: checkpoint tensors (`Mxfp4Experts`) or packed ones (`PreparedExperts`).
+        activation, swiglu_limit, swiglu_alpha: as in `fused_mxfp4_moe`.
+        batch_invariant: a token's result does not depend on the other tokens.
+
+    `forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H]`, differentiable in hidden_states and
+    topk_weights; the weights are frozen. It serves as experts of `moe_ops.distributed.ExpertParallelMoE`.
+    """
+
+    def __init__(
+        self,
+        experts: Mxfp4Experts | PreparedExperts,
+        *,
+        activation: str = "silu",
+        swiglu_limit: float | None = None,
+        swiglu_alpha: float | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "activation": activation,
+            "swiglu_limit": swiglu_limit,
+            "swiglu_alpha": swiglu_alpha,
+            "batch_invariant": batch_invariant,
+        }
+        self._hold(experts)
+
+    def _hold(self, experts: Mxfp4Experts | PreparedExperts) -> None:
+        self.num_experts = experts.num_experts
+        self.hidden_size = experts.hidden_size
+        self.intermediate_size = experts.intermediate_size
+        arguments = experts.arguments()
+        self.w13_layout: str = arguments["w13_layout"]
+        self.weight_layout: str = arguments.get("weight_layout", "checkpoint")
+        for name in (*WEIGHTS, *BIASES):
+            self.register_buffer(name, arguments[name])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return torch.ops.moe_ops.fused_mxfp4_moe(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            **self._buffers,
+            w13_layout=self.w13_layout,
+            weight_layout=self.weight_layout,
+            out_dtype=out_dtype,
+            **self.options,
+        )
+
+    def prepare(self) -> FusedMxfp4Experts:
+        """Pack the weights, in their own memory, for the processor that they are on; returns self.
+
+        "x86_v1" on an x86 CPU, "sm90_v1" on a Hopper card; elsewhere the checkpoint bytes stay, and on a CUDA device
+        one warning says why. Call it after `to(device)` and after loading a state dict: packed tensors have other
+        shapes, and serve the kind of device that they were packed for.
+        """
+        require(self.weight_layout == "checkpoint", "prepare", "the weights", "in 'checkpoint'", self.weight_layout)
+        raw = Mxfp4Experts(**{name: getattr(self, name) for name in (*WEIGHTS, *BIASES)}, w13_layout=self.w13_layout)
+        if self.w13.is_cuda:
+            from moe_ops.cuda import prepare
+
+            self._hold(prepare(raw))
+        elif self.w13.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+            self._hold(raw.prepare(X86_V1))
+        return self
+
+    def extra_repr(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+        return f"{self.num_experts} experts, {sizes}, {self.weight_layout}, {self.options['activation']}"
