@@ -200,8 +200,7 @@ class Mxfp4Experts:
         from moe_ops.cuda import prepare_sm90
 
         raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        packed = prepare_sm90(*raw, w13_layout=self.w13_layout)  # refuses before it writes
-        self.consumed = True
+        packed = prepare_sm90(*raw, w13_layout=self.w13_layout)
         return PreparedExperts(
             *packed,
             weight_layout=SM90_V1,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_ops import _repacked
 from moe_ops._errors import require
 from moe_ops.cuda.layout import GROUP, STRIP, pack_codes, pack_scales, w13_row_order
 from moe_ops.meta.fused_mxfp4_moe import PREPARED_LAYOUTS, W13_LAYOUTS, PreparedLayout, checkpoint_geometry
@@ -94,7 +95,8 @@ def prepare_sm90(
     op = "prepare_sm90"
     require(w13_layout in W13_LAYOUTS, op, "w13_layout", "'gate_up', 'up_gate' or 'interleaved'", f"'{w13_layout}'")
     for name, tensor in (("w13", w13), ("w13_scale", w13_scale), ("w2", w2), ("w2_scale", w2_scale)):
-        require(tensor.dim() == 3, op, name, "a checkpoint tensor of 3 dimensions, not prepared before", tensor)
+        fresh = tensor.dim() == 3 and not _repacked.is_marked(tensor)
+        require(fresh, op, name, "a checkpoint tensor of 3 dimensions, not prepared before", tensor)
     hidden_size = w13.shape[2] * 2
     num_experts, intermediate = checkpoint_geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
     for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
@@ -102,6 +104,7 @@ def prepare_sm90(
         require(outside == 0, op, name, f"of codes {LEAST_SCALE} to {MOST_SCALE}", f"{outside} codes outside")
     order = w13_row_order(intermediate, w13_layout, w13.device)
     strips13, strips2 = intermediate // 8, hidden_size // STRIP
+    _repacked.mark(w13, w13_scale, w2, w2_scale)
     with torch.no_grad():
         for expert in range(num_experts):
             for tensor, strips, pack, rows in (

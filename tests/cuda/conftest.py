@@ -1,4 +1,5 @@
-"""Tests that need a CUDA device: run with MOE_OPS_TEST_BACKEND=cuda, by scripts/test-gpu."""
+"""Tests marked `gpu` need a CUDA device: run with MOE_OPS_TEST_BACKEND=cuda, by scripts/test-gpu. The others need none
+and run beside the CPU's tests."""
 
 from __future__ import annotations
 
@@ -11,7 +12,5 @@ from tests.conftest import BACKEND
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if BACKEND != "cuda":
-                item.add_marker(pytest.mark.skip(reason="needs MOE_OPS_TEST_BACKEND=cuda"))
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("gpu") and BACKEND != "cuda":
+            item.add_marker(pytest.mark.skip(reason="needs MOE_OPS_TEST_BACKEND=cuda"))

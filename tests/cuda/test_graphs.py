@@ -10,6 +10,7 @@ import torch
 from moe_ops import reference
 from tests.support import assert_close, assert_same, make_experts, make_routing, make_rows
 
+pytestmark = pytest.mark.gpu
 E, K, H, INTER = 16, 4, 256, 128
 CUDA = torch.device("cuda")
 

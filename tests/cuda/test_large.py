@@ -9,7 +9,7 @@ from moe_ops import reference
 from tests.support import assert_same, make_routing
 
 CUDA = torch.device("cuda")
-pytestmark = pytest.mark.unpoisoned
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])

@@ -12,9 +12,12 @@ from moe_ops.cuda import LAYOUT, autotune, plans, prepare_sm90, sm90_reason, war
 from moe_ops.experts import Mxfp4Experts
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(
-    not HOPPER or ("_sm90_decode", "CUDA") in MISSING, reason="needs a Hopper card and the native CUDA library"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not HOPPER or ("_sm90_decode", "CUDA") in MISSING, reason="needs a Hopper card and the native CUDA library"
+    ),
+]
 NAMES = ("w13", "w13_scale", "w2", "w2_scale")
 
 

@@ -26,8 +26,8 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_the_rule_covers_every_batch_without_a_gap():
-    kernels = [plans.plan_for(GPTOSS, tokens, KIND).kernel for tokens in (1, 64, 65, 512, 700, 8192, 32768)]
-    assert kernels == ["decode", "decode", "narrow", "narrow", "wide", "wide", "wide"]
+    kernels = [plans.plan_for(GPTOSS, tokens, KIND).kernel for tokens in (1, 64, 65, 512, 768, 769, 8192, 32768)]
+    assert kernels == ["decode", "decode", "narrow", "narrow", "narrow", "wide", "wide", "wide"]
     for tokens in range(1, 9000, 7):
         plan = plans.plan_for(GPTOSS, tokens, KIND)
         assert plan.kernel in plans.KERNELS and 1 <= plan.chunk <= plans.LADDER[-1]
@@ -117,8 +117,11 @@ def test_experts_go_through_the_layout_and_a_file(tmp_path):
     raw = Mxfp4Experts(*experts(), w13_layout="interleaved")
     prepared = raw.prepare("sm90_v1")
     assert prepared.weight_layout == "sm90_v1" and (prepared.num_experts, prepared.intermediate_size) == (3, 64)
-    with pytest.raises(RuntimeError, match="have been prepared"):
-        raw.prepare("sm90_v1")
+    again = Mxfp4Experts(raw.w13, raw.w13_scale, raw.w2, raw.w2_scale, w13_layout="interleaved")
+    for used in (raw, again):
+        for layout in ("sm90_v1", "x86_v1"):
+            with pytest.raises(RuntimeError, match="have been prepared"):
+                used.prepare(layout)
     prepared.save(tmp_path / "layer.safetensors")
     loaded = PreparedExperts.load(tmp_path / "layer.safetensors").to("cpu")
     for name, value in prepared.arguments().items():
@@ -129,5 +132,6 @@ def test_experts_go_through_the_layout_and_a_file(tmp_path):
 def test_where_the_kernels_do_not_apply_the_experts_stay_and_one_line_says_why():
     raw = Mxfp4Experts(*experts(), w13_layout="gate_up")
     with pytest.warns(UserWarning, match="the portable kernel serves these experts: ") as caught:
-        assert prepare(raw) is raw and not raw.consumed
+        assert prepare(raw) is raw
+    assert raw.arguments()["w13"] is raw.w13
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
