@@ -87,9 +87,15 @@ class HybridExperts(nn.Module):
         return torch.zeros(1, dtype=torch.int64, device=self.expert_map.device)
 
     def forward(
-        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, deferred_ticket: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        deferred_ticket: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(the layer's output, the deferred ticket for the next layer).
+        """(the layer's output, in out_dtype or that of hidden_states, and the deferred ticket for the next layer).
 
         Gradients flow through the device experts and the shared experts; the CPU experts pass none.
         """
@@ -121,7 +127,8 @@ class HybridExperts(nn.Module):
             out = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         if self.shared_experts is not None:
             out = out + self.shared_experts(hidden_states).to(torch.float32)
-        out = _ops.cpu_moe_sync(ticket, out, deferred_ticket=deferred_ticket, out_dtype=hidden_states.dtype)
+        dtype = out_dtype or hidden_states.dtype
+        out = _ops.cpu_moe_sync(ticket, out, deferred_ticket=deferred_ticket, out_dtype=dtype)
         return out, deferred
 
     # --- residency: between steps ---

@@ -31,9 +31,13 @@ def hybrid_equals_fused(tokens: list[int], slots: int, dtype: torch.dtype) -> No
         inputs = batch(rank, tokens[rank], num_experts, top_k, dtype, hidden)[:3]
         expected = moe_ops.fused_mxfp4_moe(*inputs, *w13, *w2, w13_layout="gate_up", out_dtype=torch.float32)
         limit = (1e-4 if dtype == torch.float32 else 3e-2) * max([1.0, *expected.abs().reshape(-1).tolist()])
+        traveled = set()
+        hook = hybrid.register_forward_hook(lambda module, arguments, results: traveled.add(results[0].dtype))
         with torch.inference_mode():
             for _ in range(2):
                 torch.testing.assert_close(layer(*inputs).float(), expected, rtol=0, atol=limit)
+        hook.remove()
+        assert traveled == {torch.float32}  # rounded once, after the sum over a token's experts
         try:
             layer(inputs[0].requires_grad_(), *inputs[1:])
         except RuntimeError as error:
