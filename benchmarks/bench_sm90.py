@@ -2,6 +2,9 @@
 
 Calls with different random routings and inputs share a CUDA graph, the L2 cache is overwritten before each replay. The
 share is of the card's read-only stream, measured in the same run, and counts the weights of the distinct experts alone.
+
+    python -m benchmarks.bench_sm90 --out FOLDER
+    python -m benchmarks.bench_sm90 --plot FOLDER     # sm90.csv beside peers.csv, no device needed
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton.language as tl
 
 import moe_ops
 from benchmarks.cuda_timing import Table, eager_microseconds, microseconds
+from benchmarks.harness import read_csv
 from moe_ops.cuda import LAYOUT
 from moe_ops.cuda.layout import unpack_codes, unpack_scales, w13_row_order
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
@@ -108,10 +112,46 @@ def measure(table: Table, name: str, stream: float) -> None:
         )
 
 
+def plot(folder: Path) -> None:
+    """How many times our time the peers take, a panel for each layer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ours = {(row["layer"], int(row["tokens"])): float(row["us"]) for row in read_csv(folder / "sm90.csv")}
+    peers = read_csv(folder / "peers.csv")
+    figure, axes = plt.subplots(1, len(LAYERS), figsize=(3.4 * len(LAYERS), 2.8), sharey=True)
+    for axis, name in zip(axes, LAYERS, strict=True):
+        for provider in dict.fromkeys(row["provider"] for row in peers):
+            times = {
+                int(row["tokens"]): float(row["us"])
+                for row in peers
+                if (row["layer"], row["provider"]) == (name, provider)
+            }
+            points = [(tokens, us / ours[name, tokens]) for tokens, us in times.items() if (name, tokens) in ours]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=provider)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("tokens", fontsize=8)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=7)
+    axes[0].set_ylabel("time of the peer / ours", fontsize=8)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "sm90.png", dpi=90)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--plot", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        return plot(arguments.plot)
+    out = arguments.out
     if torch.cuda.get_device_capability() != (9, 0):
         print("bench_sm90: this is for a Hopper card")
         return

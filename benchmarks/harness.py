@@ -145,5 +145,6 @@ def write_csv(path: Path, rows: list[Mapping[str, Any]], append: bool = False) -
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
+    """Rows of a table; lines that start with # say where it was measured."""
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
