@@ -64,13 +64,22 @@ class Pool:
 
 @dataclass(frozen=True)
 class Job:
-    """One finished job of an engine's trace; times are those of `time.monotonic_ns()`."""
+    """One finished job of an engine's trace; times are those of `time.monotonic_ns()`.
+
+    submit_ns: the host's part of the submit began, on a stream its host function. queued_ns: the job was in the queue.
+    start_ns, end_ns: it ran. sync_ns: the host's part of its sync began to wait. woken_ns: that wait was over.
+    synced_ns: the sync had the rows. The last three are 0 while no sync has taken the job.
+    """
 
     name: str
     ticket: int
+    submit_ns: int
     queued_ns: int
     start_ns: int
     end_ns: int
+    sync_ns: int
+    woken_ns: int
+    synced_ns: int
     num_tokens: int
     deferred: bool
 
@@ -230,8 +239,7 @@ class CpuMoeEngine:
         jobs = []
         for row, name in zip(numbers.tolist(), names, strict=True):
             text = bytes(name.tolist()).split(b"\0", 1)[0].decode(errors="replace")
-            ticket, queued, start, end, tokens, deferred = row
-            jobs.append(Job(text, ticket, queued, start, end, tokens, bool(deferred)))
+            jobs.append(Job(text, *row[:-1], deferred=bool(row[-1])))
         return jobs
 
     def export_trace(self, path: str | Path) -> None:
@@ -241,6 +249,12 @@ class CpuMoeEngine:
             | {"ts": job.start_ns / 1e3, "dur": (job.end_ns - job.start_ns) / 1e3}
             | {"args": {"tokens": job.num_tokens, "queued_us": (job.start_ns - job.queued_ns) / 1e3}}
             for job in self.trace()
+        ]
+        events += [
+            {"ph": "X", "name": f"sync {job.name}", "pid": f"engine {self.name}", "tid": "syncs"}
+            | {"ts": job.sync_ns / 1e3, "dur": (job.synced_ns - job.sync_ns) / 1e3}
+            for job in self.trace()
+            if job.sync_ns
         ]
         Path(path).write_text(json.dumps({"traceEvents": events}))
 

@@ -278,17 +278,24 @@ def test_synchronous_mode(layers):
 def test_tickets_that_nobody_syncs(engine, layers):
     static = to_cuda(batch_of(7))
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="256 submissions are in flight and no sync is under way"):
-        for _ in range(300):
+    # The limit is one of the process: tests that ran before may hold a few (tests.samples keeps one).
+    submitted = 0
+    with pytest.raises(
+        RuntimeError, match=rf"256 submissions are in flight \(.*of '{engine.name}'.*\) and no sync is under way"
+    ):
+        while submitted < 300:
             layers[0].submit(*static)
+            submitted += 1
+    assert 200 < submitted <= 256
     torch.cuda.synchronize()
-    assert engine.discard_unsynced() == 256
+    assert engine.discard_unsynced() == submitted
     # In a graph: the tickets of a replay are freed by the next one, and with the graph.
     warm_up(lambda: run(layers, *static))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layers[0].submit(*static)
         out = run(layers, *static)
+    engine.wait_idle()  # a job that ran while it was discarded is freed when it ends
     before = engine.stats()["never_synced"]
     for _ in range(20):
         graph.replay()

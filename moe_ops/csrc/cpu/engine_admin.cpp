@@ -184,16 +184,17 @@ Tensor engine_stats(int64_t id) {
                        s.bytes_in, s.bytes_out});
 }
 
-// ([events, 6] int64: ticket, queued, start, end, tokens, deferred; [events, 48] uint8 names)
+// ([events, 10] int64: ticket, the seven times, tokens, deferred; [events, 48] uint8 names)
 std::tuple<Tensor, Tensor> engine_trace(int64_t id) {
   const auto events = engine::engine_trace(id);
   const int64_t count = int64_t(events.size());
-  Tensor numbers = torch::stable::empty({count, 6}, ScalarType::Long);
+  Tensor numbers = torch::stable::empty({count, 10}, ScalarType::Long);
   Tensor names = torch::stable::empty({count, int64_t(sizeof(engine::TraceEvent::name))}, ScalarType::Byte);
   auto* number = numbers.mutable_data_ptr<int64_t>();
   auto* name = static_cast<char*>(names.mutable_data_ptr());
   for (const auto& e : events) {
-    for (int64_t value : {e.ticket, e.queued_ns, e.start_ns, e.end_ns, e.num_tokens, int64_t(e.deferred)})
+    for (int64_t value : {e.ticket, e.submit_ns, e.queued_ns, e.start_ns, e.end_ns, e.sync_ns, e.woken_ns, e.synced_ns,
+                          e.num_tokens, int64_t(e.deferred)})
       *number++ = value;
     std::memcpy(name, e.name, sizeof(e.name));
     name += sizeof(e.name);

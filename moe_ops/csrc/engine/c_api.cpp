@@ -194,7 +194,9 @@ void* moe_ops_sync_call_create(void* arena, int64_t num_tokens, int64_t hidden_s
 void moe_ops_submit_call_run(void* pointer) {
   auto& call = *static_cast<Submit*>(static_cast<Call*>(pointer));
   const Geometry& g = call.geometry;
+  const int64_t begin = now_ns();
   Submission* submission = call.graph ? pop_for_replay(call) : call.submission;
+  began(submission, begin);
   if (g.num_tokens > 0) {  // staging of no tokens may be a null pointer
     const int64_t slots = g.num_tokens * g.top_k;
     std::memcpy(hidden_states_of(submission), call.hidden_states,

@@ -1,4 +1,6 @@
 // Engines: their life, their FIFO and their dispatcher.
+#include <pthread.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -89,9 +91,12 @@ bool run_job(Engine& engine, Job& job) {
   return ok;
 }
 
-void record(Engine& engine, const Job& job) {
-  TraceEvent& event = engine.trace[engine.traced++ % kTraceEvents];
+void record(Engine& engine, Job& job) {
+  job.trace_index = engine.traced++;
+  TraceEvent& event = engine.trace[job.trace_index % kTraceEvents];
+  event = TraceEvent{};
   event.ticket = job.ticket;
+  event.submit_ns = job.owner->submit_ns;
   event.queued_ns = job.queued_ns;
   event.start_ns = job.start_ns;
   event.end_ns = job.end_ns;
@@ -113,6 +118,7 @@ void finish_job(Engine& engine, Job* job, bool ok) {
 void dispatch(const std::shared_ptr<Engine>& self) {
   Engine& engine = *self;
   State& s = state();
+  pthread_setname_np(pthread_self(), kThreadName);  // its team inherits the name
   engine.pools->adopt_caller();
   std::unique_lock<std::mutex> lock(s.mutex);
   for (;;) {

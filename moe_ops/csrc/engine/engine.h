@@ -69,8 +69,12 @@ struct Stats {
   int64_t bytes_in, bytes_out;
 };
 
+// Times of the steady clock. The last three are 0 while no sync has taken the job.
 struct TraceEvent {
-  int64_t ticket, queued_ns, start_ns, end_ns;  // steady clock
+  int64_t ticket;
+  int64_t submit_ns, queued_ns;          // the host's part of submit began; the job was in the queue
+  int64_t start_ns, end_ns;              // it ran
+  int64_t sync_ns, woken_ns, synced_ns;  // the host's part of sync began to wait, had the job, had passed its rows on
   int64_t num_tokens;
   bool deferred;
   char name[48];
@@ -99,6 +103,7 @@ Stats engine_stats(int64_t engine);
 std::vector<TraceEvent> engine_trace(int64_t engine);
 int64_t discard_unsynced(int64_t engine);  // number of jobs freed
 void discard(int64_t ticket);
+int64_t now_ns();                         // the clock of all times here
 bool is_done(int64_t ticket);             // also where the ticket names nothing
 void wait_done(int64_t ticket) noexcept;  // without taking it
 
@@ -122,7 +127,8 @@ Submission* acquire(const Geometry& geometry);
 void* hidden_states_of(Submission*);
 int64_t* topk_ids_of(Submission*);
 float* topk_weights_of(Submission*);
-void give_back(Submission*) noexcept;  // one that was never submitted
+void began(Submission*, int64_t submit_ns) noexcept;  // for the trace; else submit() notes its own start
+void give_back(Submission*) noexcept;                 // one that was never submitted
 
 struct Tickets {
   int64_t ticket, deferred;

@@ -32,7 +32,7 @@ void reset(Job& job, Submission* owner, bool deferred) {
   job.empty = job.claimed = job.abandoned = false;
   job.ticket = 0;
   job.owner = owner;
-  job.queued_ns = job.start_ns = job.end_ns = 0;
+  job.queued_ns = job.start_ns = job.end_ns = job.sync_ns = job.woken_ns = 0;
   job.error[0] = 0;
 }
 
@@ -105,6 +105,7 @@ void check_submit(int64_t handle, int64_t hidden_size) {
 Tickets submit(Submission* submission, int64_t handle, Origin origin) noexcept {
   State& s = state();
   const Geometry& g = submission->geometry;
+  if (submission->submit_ns == 0) submission->submit_ns = now_ns();
   reset(submission->now, submission, false);
   reset(submission->later, submission, true);
   submission->live_jobs = 0;
@@ -207,12 +208,12 @@ Taken take(int64_t ticket, int64_t num_tokens, int64_t hidden_size) noexcept {
   job->claimed = true;  // a second sync of the same ticket fails from here on
   const Geometry& g = job->owner->geometry;
   std::shared_ptr<Engine> engine = job->owner->engine;
-  int64_t waited = now_ns();
+  job->sync_ns = now_ns();
   s.done.wait(lock, [&] { return job->state == Job::kDone || job->state == Job::kFailed; });
-  waited = now_ns() - waited;
+  job->woken_ns = now_ns();
   taken.job = job;
   if (engine) {
-    engine->stats.sync_wait_ns += waited;
+    engine->stats.sync_wait_ns += job->woken_ns - job->sync_ns;
     engine->stats.bytes_out += job->empty ? 0 : g.num_tokens * g.hidden_size * 4;
     if (job->deferred) --engine->stats.deferred_untaken;
   }
@@ -235,6 +236,15 @@ Taken take(int64_t ticket, int64_t num_tokens, int64_t hidden_size) noexcept {
 
 void release_locked(Job* job) noexcept {
   Submission* submission = job->owner;
+  if (job->woken_ns && job->end_ns && submission->engine) {
+    auto& trace = submission->engine->trace;
+    TraceEvent& event = trace[job->trace_index % trace.size()];
+    if (event.ticket == job->ticket) {  // not yet overwritten
+      event.sync_ns = job->sync_ns;
+      event.woken_ns = job->woken_ns;
+      event.synced_ns = now_ns();
+    }
+  }
   erase_job(job);
   job->ticket = 0;
   job->state = Job::kIdle;

@@ -1,5 +1,6 @@
 #include "engine/pools.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include "cpu/kernels/thread_team.h"
@@ -46,6 +47,7 @@ void Pools::call(int pool) {
 }
 
 void Pools::lead(int pool) {
+  pthread_setname_np(pthread_self(), kThreadName);
   stay_on(plan_.pools[pool].cpus);
   uint64_t seen = 0;
   for (;;) {

@@ -15,6 +15,9 @@ class ThreadTeam;
 
 namespace moe_ops::engine {
 
+// All threads of engines have this name in /proc, debuggers and profilers.
+inline constexpr char kThreadName[] = "moe-engine";
+
 class Pools {
  public:
   explicit Pools(const ThreadPlan& plan);

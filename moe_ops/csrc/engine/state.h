@@ -25,7 +25,8 @@ struct Job : Item {
   int64_t ticket = 0;
   Submission* owner = nullptr;
   Job* chain = nullptr;  // hash bucket
-  int64_t queued_ns = 0, start_ns = 0, end_ns = 0;
+  int64_t queued_ns = 0, start_ns = 0, end_ns = 0, sync_ns = 0, woken_ns = 0;
+  uint64_t trace_index = 0;  // of its event, once it has run
   char error[320] = "";
 };
 
@@ -45,6 +46,7 @@ struct Submission {
   int64_t *topk_ids = nullptr, *deferred_ids = nullptr;
   float *output = nullptr, *deferred_output = nullptr;
   Job now, later;
+  int64_t submit_ns = 0;
   int live_jobs = 0;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Experts> experts;
@@ -75,8 +77,8 @@ struct Engine {
   int64_t depth = 0;
   bool held = false, stop = false, closed = false, busy = false, repeatable = false;
   Stats stats{};
-  std::vector<TraceEvent> trace;  // ring
-  uint64_t traced = 0;
+  std::vector<TraceEvent> trace;             // ring
+  uint64_t traced = 0;                       // events so far
   std::vector<std::vector<float>> partials;  // dispatcher only
 };
 
@@ -113,7 +115,6 @@ struct State {
 };
 State& state();
 
-int64_t now_ns();
 constexpr int64_t kTicketMagic = 0x4D54;
 constexpr int64_t kHandleMagic = 0x4D45;
 

@@ -2,7 +2,9 @@
 // in fresh pages.
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <stdexcept>
+#include <string>
 
 #include "engine/arena.h"
 #include "engine/state.h"
@@ -23,6 +25,18 @@ int size_class(size_t capacity) {
   int index = 0;
   while ((kSmallestBlock << index) < capacity) ++index;
   return index;
+}
+
+// "255 of 'a', 1 of 'b'": whose the submissions in flight are.
+std::string holders_locked() {
+  std::map<std::string, int64_t> counts;
+  for (Job* job : state().jobs)
+    for (; job; job = job->chain)
+      if (job->owner->counts_as_eager && job->owner->engine && !job->deferred) ++counts[job->owner->engine->name];
+  std::string text;
+  for (const auto& [name, count] : counts)
+    text += (text.empty() ? "" : ", ") + std::to_string(count) + " of '" + name + "'";
+  return text;
 }
 
 void trim_locked() {
@@ -86,6 +100,7 @@ Submission* acquire_locked(const Geometry& geometry) {
     submission = fresh.release();
   }
   submission->next = nullptr;
+  submission->submit_ns = 0;
   lay_out(submission, geometry);
   return submission;
 }
@@ -121,9 +136,10 @@ Submission* acquire_eager(const Geometry& geometry) {
   // under way.
   s.released.wait(lock, [&] { return s.eager_in_flight < kEagerDepth || s.syncs_in_flight == 0; });
   if (s.eager_in_flight >= kEagerDepth)
-    throw std::runtime_error("cpu_moe_submit: " + std::to_string(kEagerDepth) +
-                             " submissions are in flight and no sync is under way; sync their tickets, or free them "
-                             "with CpuMoeEngine.discard_unsynced()");
+    throw std::runtime_error("cpu_moe_submit: " + std::to_string(kEagerDepth) + " submissions are in flight (" +
+                             holders_locked() +
+                             ") and no sync is under way; sync their tickets, or free them with "
+                             "CpuMoeEngine.discard_unsynced()");
   Submission* submission = acquire_locked(geometry);
   submission->counts_as_eager = true;
   ++s.eager_in_flight;
@@ -133,6 +149,8 @@ Submission* acquire_eager(const Geometry& geometry) {
 void* hidden_states_of(Submission* submission) { return submission->hidden_states; }
 int64_t* topk_ids_of(Submission* submission) { return submission->topk_ids; }
 float* topk_weights_of(Submission* submission) { return submission->topk_weights; }
+
+void began(Submission* submission, int64_t submit_ns) noexcept { submission->submit_ns = submit_ns; }
 
 void give_back(Submission* submission) noexcept {
   std::lock_guard<std::mutex> lock(state().mutex);
@@ -185,6 +203,7 @@ Submission* Arena::pop_locked(const Geometry& geometry) noexcept {
   group->free = submission->next;
   submission->next = nullptr;
   ++out_;
+  submission->submit_ns = 0;
   lay_out(submission, geometry);
   return submission;
 }
