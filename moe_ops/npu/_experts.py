@@ -12,35 +12,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from moe_ops.meta.fused_mxfp4_moe import BLOCK, CHECKPOINT, resolve_activation
+from moe_ops.npu import mx
 from moe_ops.npu._device import has_operator
+from moe_ops.npu._grouped import MAX_GROUPS, MAX_INNER, grouped_product
 from moe_ops.npu._routing import Permutation, permute, slot_order
-from moe_ops.npu._weights import Matrix, take
+from moe_ops.npu._weights import Matrix, gate_up_rows, take
 
-# Limits of aclnnGroupedMatmul.
-_MAX_GROUPS = 1024
-_MAX_INNER = 65535
 _DEFAULT_BLOCK_MIB = 1024
-
-Rows = tuple[slice, ...]
 
 
 def block_bytes() -> int:
     """How many bytes of dequantised weights may exist at a time."""
     return int(os.environ.get("MOE_OPS_NPU_BLOCK_MIB", _DEFAULT_BLOCK_MIB)) << 20
-
-
-def gate_up_rows(w13_layout: str, size: int, start: int, stop: int) -> Rows:
-    """Rows of w13 that give [gate; up] of the intermediate columns start to stop."""
-    if w13_layout == "interleaved":
-        return slice(2 * start, 2 * stop, 2), slice(2 * start + 1, 2 * stop, 2)
-    gate, up = (0, size) if w13_layout == "gate_up" else (size, 0)
-    if w13_layout == "gate_up" and (start, stop) == (0, size):
-        return (slice(0, 2 * size),)
-    return slice(gate + start, gate + stop), slice(up + start, up + stop)
 
 
 @dataclass(frozen=True)
@@ -76,12 +64,17 @@ def make_experts(
     weight_layout: str = CHECKPOINT,
 ) -> Experts:
     w13, w13_scale, w2, w2_scale = weights
-    raw = weight_layout == CHECKPOINT
+    if weight_layout == CHECKPOINT:
+        matrices = Matrix(w13, w13_scale), Matrix(w2, w2_scale)
+    elif weight_layout == mx.LAYOUT:
+        matrices = mx.unpacked(w13, w13_scale), mx.unpacked(w2, w2_scale)
+    else:
+        matrices = Matrix(w13[0], None), Matrix(w2[0], None)
     activation, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
     return Experts(
-        w13=Matrix(w13, w13_scale) if raw else Matrix(w13[0], None),
-        w2=Matrix(w2, w2_scale) if raw else Matrix(w2[0], None),
-        w13_rows=w13_layout if raw else "gate_up",
+        w13=matrices[0],
+        w2=matrices[1],
+        w13_rows=w13_layout if weight_layout == CHECKPOINT else "gate_up",
         w13_layout=w13_layout,
         w13_bias=w13_bias,
         w2_bias=w2_bias,
@@ -118,25 +111,6 @@ class Groups:
     ]  # x [M, C], w [G, N, C], bias [G, N]
 
 
-def grouped_matmul(
-    counts: torch.Tensor,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """Products of consecutive rows with the weights of their group; rows past the groups are left unwritten."""
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.npu.npu_grouped_matmul(
-            [x],
-            [weight.transpose(1, 2)],
-            bias=None if bias is None else [bias.to(torch.float32)],
-            group_list=counts,
-            split_item=3,
-            group_type=0,
-            group_list_type=1,
-        )[0]
-
-    return product
-
-
 def row_products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The plain form, for devices without a known grouped matmul: one group is one row."""
     y = torch.bmm(x.unsqueeze(1), weight.transpose(1, 2)).squeeze(1)
@@ -155,12 +129,12 @@ def arrange(hidden_states: torch.Tensor, keys: torch.Tensor, experts: Experts) -
     widest = max(experts.hidden_size, 2 * experts.intermediate_size)
     groups = slots if few else experts.num_experts
     grouped = has_operator(hidden_states.device, "npu_grouped_matmul")
-    if grouped and groups <= _MAX_GROUPS and widest <= _MAX_INNER:
+    if grouped and groups <= MAX_GROUPS and widest <= MAX_INNER:
         rows = permute(hidden_states, keys, experts.num_experts)
         if not few:
-            return rows, Groups(None, groups, grouped_matmul(rows.counts))
+            return rows, Groups(None, groups, partial(grouped_product, counts=rows.counts))
         used = used_experts(rows.counts, slots)
-        return rows, Groups(used, groups, grouped_matmul(rows.counts.index_select(0, used)))
+        return rows, Groups(used, groups, partial(grouped_product, counts=rows.counts.index_select(0, used)))
     order, row_map = slot_order(keys, experts.num_experts)
     of_row = keys.flatten().index_select(0, order)
     of_row = torch.where(of_row < experts.num_experts, of_row, torch.zeros_like(of_row))
@@ -231,7 +205,8 @@ def gate_up(x: torch.Tensor, groups: Groups, experts: Experts) -> torch.Tensor:
 def hidden_activations(x: torch.Tensor, groups: Groups, experts: Experts, dtype: torch.dtype) -> torch.Tensor:
     """[M, I] `dtype`: act(x @ w13^T + bias)."""
     products = _gate_up_products(x, groups, experts)
-    activated = ((start, stop, activate(piece, experts).to(dtype)) for start, stop, piece in products)
+    kind = (experts.activation, experts.limit, experts.alpha)
+    activated = ((start, stop, activate(piece, *kind).to(dtype)) for start, stop, piece in products)
     return _joined(activated, x.shape[0], experts.intermediate_size)
 
 
@@ -275,17 +250,17 @@ def input_gradient(grad: torch.Tensor, groups: Groups, experts: Experts) -> torc
     return _joined(products, grad.shape[0], experts.hidden_size)
 
 
-def activate(gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:
+def activate(gate_up: torch.Tensor, activation: str, limit: float | None, alpha: float) -> torch.Tensor:
     """[M, 2n] -> [M, n] of the same dtype, in float32 inside."""
     device = gate_up.device
-    if experts.limit is None and has_operator(device, "npu_swiglu"):
+    if limit is None and has_operator(device, "npu_swiglu"):
         return torch.ops.npu.npu_swiglu(gate_up, dim=-1)
-    offset = 1.0 if experts.activation == "swiglu_oai" else 0.0
-    if experts.limit is not None and has_operator(device, "npu_clipped_swiglu"):
+    offset = 1.0 if activation == "swiglu_oai" else 0.0
+    if limit is not None and has_operator(device, "npu_clipped_swiglu"):
         return torch.ops.npu.npu_clipped_swiglu(
-            gate_up, dim=-1, alpha=experts.alpha, limit=experts.limit, bias=offset, interleaved=False
+            gate_up, dim=-1, alpha=alpha, limit=limit, bias=offset, interleaved=False
         )
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    if experts.limit is not None:
-        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
-    return (gate * torch.sigmoid(gate * experts.alpha) * (up + offset)).to(gate_up.dtype)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate * alpha) * (up + offset)).to(gate_up.dtype)

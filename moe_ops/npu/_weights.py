@@ -98,3 +98,13 @@ def take(
     if experts is not None:
         parts = [part.index_select(0, experts) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def gate_up_rows(w13_layout: str, size: int, start: int, stop: int) -> tuple[slice, ...]:
+    """Rows of w13 that give [gate; up] of the intermediate columns start to stop."""
+    if w13_layout == "interleaved":
+        return slice(2 * start, 2 * stop, 2), slice(2 * start + 1, 2 * stop, 2)
+    gate, up = (0, size) if w13_layout == "gate_up" else (size, 0)
+    if w13_layout == "gate_up" and (start, stop) == (0, size):
+        return (slice(0, 2 * size),)
+    return slice(gate + start, gate + stop), slice(up + start, up + stop)

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from moe_ops.meta.fused_mxfp4_moe import CHECKPOINT, check_moe
+from moe_ops.meta.fused_mxfp4_moe import CHECKPOINT, check_moe, resolve_activation
 from moe_ops.meta.fused_mxfp4_moe import fused_mxfp4_moe as check_and_allocate
+from moe_ops.npu import mx
 from moe_ops.npu._device import require_npu
-from moe_ops.npu._experts import arrange, down, hidden_activations, make_experts, product_dtypes
-from moe_ops.npu._routing import combine, local_keys
+from moe_ops.npu._experts import activate, arrange, down, hidden_activations, make_experts, product_dtypes
+from moe_ops.npu._grouped import mx_product
+from moe_ops.npu._routing import combine, local_keys, permute
+from moe_ops.npu._weights import gate_up_rows, take
 
 
 def fused_mxfp4_moe(
@@ -78,9 +81,42 @@ def expert_sum(
     )
     if topk_ids.numel() == 0:
         return torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    experts = make_experts(op, geometry, hidden_states.shape[1], (w13, w13_scale, w2, w2_scale), **options)
-    permutation, groups = arrange(hidden_states, local_keys(topk_ids, experts.num_experts, expert_map), experts)
-    first, second = product_dtypes(hidden_states.dtype, options.get("weight_layout", CHECKPOINT))
+    layout = options.get("weight_layout", CHECKPOINT)
+    keys = local_keys(topk_ids, geometry[0], expert_map)
+    weights = (w13, w13_scale, w2, w2_scale)
+    if layout == mx.LAYOUT:
+        mx.check_packed(op, w13, w2)
+        if hidden_states.dtype == torch.bfloat16:
+            return combine(*_native_rows(op, hidden_states, keys, weights, geometry, **options), topk_weights)
+    experts = make_experts(op, geometry, hidden_states.shape[1], weights, **options)
+    permutation, groups = arrange(hidden_states, keys, experts)
+    first, second = product_dtypes(hidden_states.dtype, layout)
     hidden = hidden_activations(permutation.rows.to(first), groups, experts, second)
     rows = down(hidden, groups, experts)
     return combine(rows, permutation.row_map, topk_weights)
+
+
+def _native_rows(
+    op: str,
+    hidden_states: torch.Tensor,
+    keys: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    geometry: tuple[int, int],
+    *,
+    w13_layout: str,
+    weight_layout: str,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows [T * K, H] bfloat16, row_map) with the products of Ascend950 for MXFP4 weights, all experts in place."""
+    w13, w13_scale, w2, w2_scale = weights
+    num_experts, size = geometry
+    rows, row_map, counts = permute(hidden_states, keys, num_experts)
+    if w13_bias is not None:
+        w13_bias = take(w13_bias, None, gate_up_rows(w13_layout, size, 0, size))
+    kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
+    first = mx_product(rows, w13, w13_scale, w13_bias, counts)
+    return mx_product(activate(first, kind, limit, alpha), w2, w2_scale, w2_bias, counts), row_map

@@ -13,6 +13,7 @@ import torch
 
 from moe_ops.meta.fused_mxfp4_moe import check_moe
 from moe_ops.meta.fused_mxfp4_moe_backward import fused_mxfp4_moe_backward as check_and_allocate
+from moe_ops.npu import mx
 from moe_ops.npu._device import require_npu
 from moe_ops.npu._experts import Experts, arrange, gate_up, hidden_gradient, input_gradient, make_experts
 from moe_ops.npu._routing import combine, local_keys
@@ -36,6 +37,8 @@ def fused_mxfp4_moe_backward(
     if topk_ids.numel() == 0:
         return grad_hidden_states.zero_(), grad_topk_weights.zero_()
     geometry = check_moe(op, hidden_states, topk_ids, topk_weights, *weights, expert_map=expert_map, **options)
+    if options.get("weight_layout") == mx.LAYOUT:
+        mx.check_packed(op, weights[0], weights[2])
     experts = make_experts(op, geometry, hidden_states.shape[1], weights, **options)
     keys = local_keys(topk_ids, experts.num_experts, expert_map)
     permutation, groups = arrange(hidden_states, keys, experts)

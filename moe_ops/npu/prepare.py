@@ -24,8 +24,7 @@ from moe_ops.meta.fused_mxfp4_moe import (
     PreparedLayout,
     checkpoint_geometry,
 )
-from moe_ops.npu._experts import gate_up_rows
-from moe_ops.npu._weights import Matrix
+from moe_ops.npu._weights import Matrix, gate_up_rows
 
 LAYOUT = "npu_bf16_v1"
 _OP = "prepare"

@@ -1,6 +1,6 @@
 """Runs the NPU tests, each module in a process of its own, and counts the cases.
 
-    python -m tests.npu.run                        # simulated A2, all modules
+    python -m tests.npu.run                        # simulated A2, all modules; those of A5 alone as A5
     python -m tests.npu.run FILE --soc A2 A3 A5    # or full names such as Ascend910B3
     python -m tests.npu.run --hardware             # the device and CANN of this machine
     python -m tests.npu.run tests/ops/test_topk_permute.py -- -k empty
@@ -24,6 +24,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[2]
 _SOC_NAMES = {"A2": "Ascend910B3", "A3": "Ascend910_9382", "A5": "Ascend950PR_9579"}
 _FOLDERS = ("npu", "ops", "autograd")
+_ONLY_A5 = ["tests/npu/test_mx.py"]
 _TIMEOUT_S = 900
 
 
@@ -89,7 +90,7 @@ def run_module(module: str, soc: str, pytest_arguments: list[str]) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="test files; all of those above where none is given")
-    parser.add_argument("--soc", nargs="+", default=["A2"], help="simulated devices: A2, A3, A5 or full names")
+    parser.add_argument("--soc", nargs="+", default=[], help="simulated devices: A2, A3, A5 or full names")
     parser.add_argument("--hardware", action="store_true", help="run on the real device")
     parser.add_argument("--jobs", type=int, default=2, help="modules at a time")
     own, rest = _split(sys.argv[1:])
@@ -97,7 +98,7 @@ def main() -> int:
     unknown = [name for name in arguments.soc if name not in _SOC_NAMES and not name.startswith("Ascend")]
     if unknown:
         parser.error(f"--soc takes {', '.join(_SOC_NAMES)} or full names, got {unknown[0]}; name test files before it")
-    names = ["hardware"] if arguments.hardware else [_SOC_NAMES.get(name, name) for name in arguments.soc]
+    names = ["hardware"] if arguments.hardware else [_SOC_NAMES.get(name, name) for name in arguments.soc or ["A2"]]
     if not arguments.hardware:
         from tests.npu.sim import loader
 
@@ -105,6 +106,9 @@ def main() -> int:
         loader.build()
         print(f"simulation built in {time.monotonic() - start:.0f} s", flush=True)
     work = [(module, name) for name in names for module in arguments.modules or modules()]
+    if not (arguments.hardware or arguments.soc or arguments.modules):
+        work = [pair for pair in work if pair[0] not in _ONLY_A5] + [(module, _SOC_NAMES["A5"]) for module in _ONLY_A5]
+        names.append(_SOC_NAMES["A5"])
     results = []
     with ThreadPoolExecutor(max_workers=1 if arguments.hardware else arguments.jobs) as pool:
         for result in pool.map(lambda pair: run_module(*pair, rest), work):

@@ -12,7 +12,8 @@ from tests.npu.device import slow_device
 from tests.support import assert_close, assert_same, make_experts, make_routing, make_rows
 
 pytest.importorskip("torch_npu")
-from moe_ops.npu import _device, _experts, _weights
+from moe_ops.npu import _device, _experts, _weights, mx
+from moe_ops.npu._grouped import mx_product
 from moe_ops.npu.prepare import LAYOUT, WeightBudget, prepare
 
 OPS = torch.ops.moe_ops
@@ -255,6 +256,23 @@ def test_blocks_do_not_change_a_bit(tokens, dtype, layout, monkeypatch):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (1, 3), (E, 1)])
+def test_one_group(experts, top_k):
+    """One expert, or one slot: CANN takes no list of counts of length 1."""
+    weights = make_experts(experts, I, H)
+    tokens = 1 if experts > 1 else 5
+    x, ids = make_rows(tokens, H, torch.bfloat16), torch.arange(tokens * top_k).view(tokens, top_k) % 2
+    host = x, ids, torch.rand(tokens, top_k)
+    arguments = on_npu(*host, *weights.values())
+    wanted = reference.fused_mxfp4_moe(*host, *weights.values(), w13_layout="gate_up", out_dtype=torch.float32)
+    assert_close(OPS.fused_mxfp4_moe(*arguments, w13_layout="gate_up"), wanted, **BFLOAT16)
+    compare(
+        OPS.fused_mxfp4_moe_backward(arguments[0], *arguments, w13_layout="gate_up"),
+        reference.fused_mxfp4_moe_backward(x, *host, *weights.values(), w13_layout="gate_up"),
+        exact=False,
+    )
+
+
 def test_products_in_bfloat16_are_a_choice(monkeypatch):
     host = routed(33)
     arguments = on_npu(*host)
@@ -306,6 +324,31 @@ def test_prepared_weights_are_rejected_as_raw_ones_and_the_other_way_round():
         OPS.fused_mxfp4_moe(x, ids, weights, *prepared, w13_layout="gate_up")
     with pytest.raises(ValueError, match=rf"^fused_mxfp4_moe: w13 must be .* for weight_layout '{layout}', got "):
         OPS.fused_mxfp4_moe(x, ids, weights, *EXPERTS_NPU, w13_layout="gate_up", weight_layout=layout)
+
+
+@pytest.mark.skipif(_device.family(torch.device("npu", 0)) == "A5", reason="this device has the product")
+def test_other_devices_keep_their_weights_and_refuse_the_layout():
+    experts = EXPERTS_NPU
+    with pytest.warns(UserWarning, match=r"generic composition serves these experts: Ascend910.* has no product for"):
+        weights, tag = mx.prepare_mx(*experts, w13_layout="gate_up")
+    assert tag == "checkpoint" and all(a is b for a, b in zip(weights, experts, strict=True))
+    packed = (
+        torch.zeros(1, E, H, 2 * H // 8, device="npu"), torch.zeros(E, H // 32, 2 * H, dtype=torch.uint8).npu(),
+        torch.zeros(1, E, H, H // 8, device="npu"), torch.zeros(E, H // 32, H, dtype=torch.uint8).npu(),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"^fused_mxfp4_moe: weight_layout must be 'checkpoint' or .* of Ascend910.*, got 'npu_mx_v1'"
+    ):
+        OPS.fused_mxfp4_moe(*on_npu(*routed(3)), *packed, w13_layout="gate_up", weight_layout=mx.LAYOUT)
+    with pytest.raises(RuntimeError, match=r"161002|aclnnGroupedMatmulWeightNz"):
+        mx_product(
+            torch.ones(5, H, dtype=torch.bfloat16, device="npu"),
+            torch.ops.npu.empty_with_format([1, E, H, 8], dtype=torch.float32, device="npu", acl_format=52),
+            torch.ones(E, H // 32, 64, dtype=torch.uint8, device="npu"),
+            None,
+            torch.ones(E, dtype=torch.int64, device="npu"),
+        )
+        torch.npu.synchronize()
 
 
 def test_info_says_what_is_used():

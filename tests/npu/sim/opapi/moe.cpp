@@ -1,25 +1,9 @@
 // The mixture-of-experts operators of CANN, with the rules that their documentation states: arguments outside the
 // contract are refused, ids outside it fail the task, and what the device leaves unwritten is poisoned.
-#include <limits>
-
-#include "operator.h"
+#include "rules.h"
 
 namespace cann_sim {
 namespace {
-
-constexpr int64_t kMaxGroups = 1024;
-constexpr int64_t kMaxInner = 65535;
-constexpr int64_t kUnwrittenIndex = -12345;
-
-bool is_950() { return std::string(aclrtGetSocName()).rfind("Ascend950", 0) == 0; }
-
-void poison(at::Tensor rows) {
-  if (rows.is_floating_point()) {
-    rows.fill_(std::numeric_limits<double>::quiet_NaN());
-  } else {
-    rows.fill_(kUnwrittenIndex);
-  }
-}
 
 void check_init_routing(const View& x, const View& ids, int64_t active, int64_t experts, int64_t drop,
                         int64_t count_type, bool count_flag, int64_t quant, const std::vector<int64_t>& range,
@@ -62,50 +46,6 @@ void init_routing(const at::Tensor& x, const at::Tensor& expert_ids, int64_t exp
     const at::Tensor count = at::bincount(ids.index({active}) - low, std::nullopt, high - low);
     counts.copy_(count_type == 0 ? count.cumsum(0) : count);
   }
-}
-
-void check_grouped_matmul(const std::vector<View>& x, const std::vector<View>& weight, const std::vector<View>& bias,
-                          const View& groups, int64_t split, int64_t group_type, int64_t list_type,
-                          const std::vector<View>& out) {
-  TORCH_CHECK(x.size() == 1 && weight.size() == 1 && out.size() == 1 && bias.size() <= 1,
-              "only one tensor of each kind is simulated");
-  TORCH_CHECK(group_type == 0 && (split == 2 || split == 3), "only groups along the rows of x are simulated");
-  TORCH_CHECK(x[0].shape.size() == 2 && weight[0].shape.size() == 3, "x must be [M, K] and weight [E, K, N]");
-  const int64_t experts = weight[0].shape[0], inner = weight[0].shape[1], columns = weight[0].shape[2];
-  TORCH_CHECK(x[0].shape[1] == inner && out[0].shape == (std::vector<int64_t>{x[0].shape[0], columns}),
-              "the shapes of x, weight and y do not agree");
-  TORCH_CHECK(inner <= kMaxInner && columns <= kMaxInner, "inner dimensions must be below 65536");
-  TORCH_CHECK(groups.defined && groups.dtype == at::kLong && groups.shape == std::vector<int64_t>{experts},
-              "groupList must be int64 [E]");
-  TORCH_CHECK(experts <= kMaxGroups, "groupList takes at most 1024 groups");
-  TORCH_CHECK(list_type == 0 || list_type == 1, "groupListType must be 0 or 1");
-  const at::ScalarType dtype = x[0].dtype;
-  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat, "x must be a float tensor");
-  TORCH_CHECK(weight[0].dtype == dtype && out[0].dtype == dtype, "x, weight and y must have one dtype");
-  if (!bias.empty()) {
-    const at::ScalarType given = bias[0].dtype;
-    TORCH_CHECK(bias[0].shape == (std::vector<int64_t>{experts, columns}), "bias must be [E, N]");
-    const bool plain = given == dtype && (dtype != at::kBFloat16 || is_950());
-    const bool wide = given == at::kFloat && dtype == at::kBFloat16;
-    TORCH_CHECK(plain || wide, "bias must be float32 for bfloat16 x (A2, A3), else of the dtype of x");
-  }
-}
-
-void grouped_matmul(const at::Tensor& x, const at::Tensor& weight, const std::vector<at::Tensor>& bias,
-                    const at::Tensor& groups, int64_t list_type, at::Tensor out) {
-  int64_t start = 0, previous = 0;
-  for (int64_t expert = 0; expert < groups.size(0); expert++) {
-    const int64_t value = groups[expert].item<int64_t>();
-    const int64_t rows = list_type == 0 ? value - previous : value;
-    previous = value;
-    TORCH_CHECK(rows >= 0 && start + rows <= x.size(0), "groupList counts more rows than x has");
-    if (rows == 0) continue;
-    at::Tensor y = at::matmul(x.slice(0, start, start + rows).to(at::kDouble), weight[expert].to(at::kDouble));
-    if (!bias.empty()) y = y + bias[0][expert].to(at::kDouble);
-    out.slice(0, start, start + rows).copy_(y);
-    start += rows;
-  }
-  poison(out.slice(0, start));
 }
 
 std::pair<at::Tensor, at::Tensor> halves(const at::Tensor& x, bool interleaved) {
@@ -165,22 +105,6 @@ OPERATOR(aclnnMoeTokenUnpermute,
          (Tensor permuted, Tensor sorted, Tensor probs, bool padded, IntArray restore_shape, Tensor out),
          (permuted, sorted, probs, padded, restore_shape, out), token_unpermute(permuted, sorted, probs, out))
 
-#define GROUPED_MATMUL_HEAD                                                                                      \
-  TensorList x, TensorList weight, TensorList bias, TensorList scale, TensorList offset, TensorList anti_scale,  \
-      TensorList anti_offset, TensorList token_scale, Tensor groups, TensorList act_input, TensorList act_scale, \
-      TensorList act_offset, int64_t split, int64_t group_type, int64_t list_type, int64_t act_type
-#define GROUPED_MATMUL_HEAD_NAMES                                                                                 \
-  x, weight, bias, scale, offset, anti_scale, anti_offset, token_scale, groups, act_input, act_scale, act_offset, \
-      split, group_type, list_type, act_type
-OPERATOR_CHECKED(aclnnGroupedMatmulV4, (GROUPED_MATMUL_HEAD, TensorList out, TensorList features, TensorList dynamic),
-                 (GROUPED_MATMUL_HEAD_NAMES, out, features, dynamic),
-                 check_grouped_matmul(x, weight, bias, groups, split, group_type, list_type, out),
-                 grouped_matmul(x[0], weight[0], bias, groups, list_type, out[0]))
-OPERATOR_CHECKED(aclnnGroupedMatmulV5,
-                 (GROUPED_MATMUL_HEAD, IntArray tuning, TensorList out, TensorList features, TensorList dynamic),
-                 (GROUPED_MATMUL_HEAD_NAMES, tuning, out, features, dynamic),
-                 check_grouped_matmul(x, weight, bias, groups, split, group_type, list_type, out),
-                 grouped_matmul(x[0], weight[0], bias, groups, list_type, out[0]))
 OPERATOR(aclnnClippedSwiglu,
          (Tensor x, Tensor groups, int64_t dim, double alpha, double limit, double bias, bool interleaved, Tensor out),
          (x, groups, dim, alpha, limit, bias, interleaved, out),

@@ -50,18 +50,45 @@ int64_t View::numel() const {
   return count;
 }
 
+bool is_base_format(aclFormat format) {
+  switch (format) {
+    case ACL_FORMAT_ND:
+    case ACL_FORMAT_NCL:
+    case ACL_FORMAT_NCHW:
+    case ACL_FORMAT_NCDHW:
+      return true;
+    default:
+      return false;
+  }
+}
+
+namespace {
+
+void* shadow(void* data, int64_t offset, int64_t elements, at::ScalarType dtype) {
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+  void* host = translate(static_cast<char*>(data) + offset * element, static_cast<size_t>(elements * element));
+  TORCH_CHECK(host != nullptr, "cann_sim: a tensor of ", elements * element,
+              " bytes lies outside every device allocation (freed or overrun)");
+  return host;
+}
+
+}  // namespace
+
 at::Tensor View::open() const {
   if (!defined) return {};
+  TORCH_CHECK(is_base_format(format), "cann_sim: this operator does not take a tensor of the private format ",
+              static_cast<int>(format));
   const auto options = at::TensorOptions().dtype(dtype);
   if (numel() == 0) return at::empty(shape, options);
   int64_t span = 1;
   for (size_t i = 0; i < shape.size(); i++) span += (shape[i] - 1) * stride[i];
-  const size_t element = c10::elementSize(dtype);
-  char* first = static_cast<char*>(data) + offset * static_cast<int64_t>(element);
-  void* host = translate(first, static_cast<size_t>(span) * element);
-  TORCH_CHECK(host != nullptr, "cann_sim: a tensor of ", span * static_cast<int64_t>(element),
-              " bytes lies outside every device allocation (freed or overrun)");
-  return at::from_blob(host, shape, stride, options);
+  return at::from_blob(shadow(data, offset, span, dtype), shape, stride, options);
+}
+
+at::Tensor View::open_storage() const {
+  int64_t elements = 1;
+  for (int64_t size : storage) elements *= size;
+  return at::from_blob(shadow(data, 0, elements, dtype), storage, at::TensorOptions().dtype(dtype));
 }
 
 }  // namespace cann_sim
@@ -69,8 +96,10 @@ at::Tensor View::open() const {
 #define ACL_API extern "C" SIM_EXPORT
 
 ACL_API aclTensor* aclCreateTensor(const int64_t* shape, uint64_t dims, aclDataType dtype, const int64_t* stride,
-                                   int64_t offset, aclFormat format, const int64_t*, uint64_t, void* data) {
-  aclTensor* tensor = new aclTensor{{shape, shape + dims}, {}, offset, dtype, format, data};
+                                   int64_t offset, aclFormat format, const int64_t* storage, uint64_t storage_dims,
+                                   void* data) {
+  aclTensor* tensor =
+      new aclTensor{{shape, shape + dims}, {}, {storage, storage + storage_dims}, offset, dtype, format, data};
   if (stride != nullptr) {
     tensor->stride.assign(stride, stride + dims);
   } else {

@@ -25,12 +25,17 @@ using Scalar = const aclScalar*;
 using IntArray = const aclIntArray*;
 struct PossibleScalar : aclScalar {};
 using OptionalScalar = const PossibleScalar*;  // a scalar that the caller may leave out
+struct UnopenedTensor : aclTensor {};
+struct UnopenedTensorList : aclTensorList {};
+using RawTensor = const UnopenedTensor*;  // for operators that look at private formats: a Raw, which the body opens
+using RawTensorList = const UnopenedTensorList*;
 
 constexpr int kParameterInvalid = 161002;
 
 inline View keep(const aclTensor* tensor) {
   if (tensor == nullptr) return {};
-  return {tensor->shape, tensor->stride, tensor->offset, scalar_type(tensor->dtype), tensor->data, true};
+  return {tensor->shape, tensor->stride, tensor->offset, scalar_type(tensor->dtype),
+          tensor->data,  true,           tensor->format, tensor->storage};
 }
 inline DynamicOutput keep(aclTensor* tensor) { return {tensor, keep(static_cast<const aclTensor*>(tensor))}; }
 inline std::vector<View> keep(const aclTensorList* list) {
@@ -39,6 +44,15 @@ inline std::vector<View> keep(const aclTensorList* list) {
     for (const aclTensor* tensor : list->tensors) views.push_back(keep(tensor));
   }
   return views;
+}
+struct Raw {
+  View view;
+};
+inline Raw keep(const UnopenedTensor* tensor) { return {keep(static_cast<const aclTensor*>(tensor))}; }
+inline std::vector<Raw> keep(const UnopenedTensorList* list) {
+  std::vector<Raw> raw;
+  for (const View& view : keep(static_cast<const aclTensorList*>(list))) raw.push_back({view});
+  return raw;
 }
 inline std::vector<int64_t> keep(const aclIntArray* array) {
   return array != nullptr ? array->values : std::vector<int64_t>{};
