@@ -60,6 +60,16 @@ def first_experts(shards: ExpertShards, device: torch.device) -> torch.Tensor:
     return rank * quotient + rank.clamp(max=remainder)
 
 
+def owners(shards: ExpertShards, experts: torch.Tensor) -> torch.Tensor:
+    """int64: the rank that owns each expert; some rank for ids outside [0, num_experts). Arithmetic: on CUDA inductor
+    cannot search in a slice."""
+    quotient, remainder = divmod(shards.num_experts, shards.ep_size)
+    expert = experts.to(torch.int64).clamp(0, shards.num_experts - 1)
+    head = remainder * (quotient + 1)
+    behind = remainder + (expert - head) // max(quotient, 1)
+    return torch.where(expert < head, expert // (quotient + 1), behind)
+
+
 def local_experts(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's experts of a DTensor that is sharded over its first dimension, as a plain tensor without a copy.
 

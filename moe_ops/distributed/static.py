@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from moe_ops import ops
 from moe_ops._errors import require
 from moe_ops.distributed import collectives
-from moe_ops.distributed.placement import first_experts
+from moe_ops.distributed.placement import first_experts, owners
 from moe_ops.distributed.route import count_tokens
 from moe_ops.distributed.spec import RouteSpec
 from moe_ops.meta._checks import check_ids, check_rows
@@ -106,7 +106,7 @@ def prepare_static_route(
     places = place.view(spec.ep_size, capacity)
     expert = torch.searchsorted(ends, places, right=True)
     expert_ids = torch.where(places < ends[:, -1:], expert, -1).to(torch.int32).reshape(-1)
-    padded_map = _padded_row_map(row_map, edges[spec.ep_rank], capacity)
+    padded_map = _padded_row_map(row_map, owners(spec.shards, topk_ids), edges[spec.ep_rank], capacity)
     return StaticRoute(
         spec=spec,
         capacity=capacity,
@@ -132,11 +132,10 @@ def _received_counts(counts: torch.Tensor, spec: RouteSpec) -> torch.Tensor:
     return pad(counts[:, mine.start : mine.stop], (0, spec.max_local_experts - len(mine)))
 
 
-def _padded_row_map(row_map: torch.Tensor, edges: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Rows of the permuted buffer to rows of the padded one; `edges` [R + 1] are the ends of the ranks' blocks."""
+def _padded_row_map(row_map: torch.Tensor, rank: torch.Tensor, edges: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Rows of the permuted buffer to rows of the padded one; `rank` [T, K] owns a slot, `edges` [R + 1] are the ends of
+    the ranks' blocks."""
     row = row_map.to(torch.int64)
-    # Cloned: inductor cannot search in a slice.
-    rank = torch.searchsorted(edges[1:].clone(), row, right=True).clamp(max=edges.shape[0] - 2)
     place = row - edges[rank]
     return torch.where((row >= 0) & (place < capacity), rank * capacity + place, -1).to(torch.int32)
 

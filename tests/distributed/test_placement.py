@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ops.distributed import ExpertShards, ReplicaTable, slice_tensor_parallel
-from moe_ops.distributed.placement import first_experts
+from moe_ops.distributed.placement import first_experts, owners
 from moe_ops.distributed.tensor_parallel import slice_bounds
 from moe_ops.reference.fused_mxfp4_moe import fused_mxfp4_moe as reference
 from moe_ops.reference.mxfp4 import quantize_mxfp4
@@ -32,6 +32,9 @@ def test_every_expert_has_one_owner(num_experts: int, ep_size: int) -> None:
     owned = [expert for rank in range(ep_size) for expert in shards.owned(rank)]
     assert owned == list(range(num_experts))
     assert [shards.owner(expert) for expert in owned] == [r for r in range(ep_size) for _ in shards.owned(r)]
+    assert owners(shards, torch.tensor(owned, dtype=torch.int32)).tolist() == [shards.owner(expert) for expert in owned]
+    outside = owners(shards, torch.tensor([-1, num_experts, 2**31 - 1]))
+    assert ((outside >= 0) & (outside < ep_size)).all()
     edges = first_experts(shards, torch.device("cpu")).tolist()
     assert edges == [shards.first(rank) for rank in range(ep_size + 1)]
 
