@@ -39,7 +39,7 @@ def loader_fault(device: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", PROBE, device, str(Path(folder) / "plain.pt2")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         except subprocess.TimeoutExpired:
             return f"torch {torch.__version__} takes minutes for a package of plain operators on {device}"
     if "ran" in done.stdout.split():

@@ -33,18 +33,15 @@ struct RemapArguments {
   int64_t num_local_experts;
   int64_t num_tokens;
   int32_t top_k;
-  int32_t lanes;  // of a row: a power of two up to 32
-  bool reuse;     // else foreign slots get -1
+  int32_t lane_bits;  // of a row's lanes: up to 32
+  bool reuse;         // else foreign slots get -1
   int32_t* local_ids;
   float* local_weights;
   int32_t* minima;  // [blocks], for the second kernel
 };
 
 // -1 where the expert is foreign, or none.
-template <typename Id>
-__device__ __forceinline__ int32_t local_id(const RemapArguments& a, int64_t token, int k) {
-  const int64_t id =
-      static_cast<int64_t>(static_cast<const Id*>(a.topk_ids)[token * a.id_strides[0] + k * a.id_strides[1]]);
+__device__ __forceinline__ int32_t local_id(const RemapArguments& a, int64_t id) {
   if (a.expert_map != nullptr) {
     const bool known = id >= 0 && id < a.expert_map_size;
     const int32_t mapped = known ? a.expert_map[id] : -1;
@@ -71,21 +68,23 @@ template <typename Id, bool kWide>
 __global__ void __launch_bounds__(kThreads) remap_rows(RemapArguments a) {
   __shared__ int32_t shared[kMaxWarps];
   release_successor();
-  const int lane = threadIdx.x % a.lanes;
-  const int64_t token = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / a.lanes;
+  const int lane = threadIdx.x & ((1 << a.lane_bits) - 1);
+  const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) >> a.lane_bits;
   const bool inside = token < a.num_tokens;
   int32_t* ids = a.local_ids + token * a.top_k;
+  const Id* id = static_cast<const Id*>(a.topk_ids) + token * a.id_strides[0];
+  const float* weights = a.topk_weights + token * a.weight_strides[0];
   int32_t local = -1, minimum = kNone;
 #pragma unroll 1
   for (int k = lane; inside && k < a.top_k; k += kWarp) {
-    local = local_id<Id>(a, token, k);
-    const float weight = local >= 0 ? a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]] : 0.0f;
-    a.local_weights[token * a.top_k + k] = weight;
+    const float weight = weights[k * a.weight_strides[1]];  // in flight beside the id
+    local = local_id(a, static_cast<int64_t>(id[k * a.id_strides[1]]));
+    a.local_weights[token * a.top_k + k] = local >= 0 ? weight : 0.0f;
     if (local >= 0) minimum = min(minimum, local);
     if (kWide) ids[k] = local;
   }
 #pragma unroll 1
-  for (int step = a.lanes / 2; step > 0; step /= 2) {
+  for (int step = (1 << a.lane_bits) / 2; step > 0; step /= 2) {
     minimum = min(minimum, __shfl_xor_sync(kAllLanes, minimum, step));
   }
   int32_t filler = a.reuse && minimum != kNone ? minimum : -1;
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) fill_rows(RemapArguments a, int64_t 
 
 template <typename Id, bool kWide>
 void remap(RemapArguments a, const Tensor& on) {
-  const int64_t lanes = a.num_tokens * a.lanes;
+  const int64_t lanes = a.num_tokens << a.lane_bits;
   LaunchShape shape;
   shape.threads = static_cast<int>(std::min<int64_t>(kThreads, (lanes + kWarp - 1) / kWarp * kWarp));
   shape.blocks = (lanes + kThreads - 1) / kThreads;
@@ -160,8 +159,8 @@ void ep_remap(const Tensor& topk_ids, const Tensor& topk_weights, int64_t expert
   a.num_tokens = topk_ids.size(0);
   a.top_k = static_cast<int32_t>(topk_ids.size(1));
   if (a.num_tokens == 0 || a.top_k == 0) return;
-  a.lanes = 1;
-  while (a.lanes < kWarp && a.lanes < a.top_k) a.lanes *= 2;
+  a.lane_bits = 0;
+  while ((1 << a.lane_bits) < std::min<int64_t>(kWarp, a.top_k)) ++a.lane_bits;
   a.reuse = reuse;
   a.local_ids = static_cast<int32_t*>(local_ids.data_ptr());
   a.local_weights = static_cast<float*>(local_weights.data_ptr());

@@ -1,4 +1,5 @@
-"""A pytest plugin: failures go to $MOE_OPS_FAILURES as they happen, so that a run that is cut off has lost none."""
+"""A pytest plugin of scripts/test-gpu: failures go to $MOE_OPS_FAILURES as they happen, so that a run that is cut off
+has lost none; tests that take tens of seconds come first, so that the last worker is not alone with one of them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ import os
 import pytest
 
 LINES = 45  # of a failure's text, its end
+SLOW = ("package", "test_stress", "test_compiles_whole", "compile", "test_lifecycle", "test_cuda_engine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(SLOW)}
+    items.sort(key=lambda item: min([ranks[name] for name in SLOW if name in item.nodeid], default=len(SLOW)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
