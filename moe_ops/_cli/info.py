@@ -56,13 +56,20 @@ def accelerators() -> list[str]:
     if importlib.util.find_spec("torch_npu") is None:
         lines.append("no NPU (torch_npu is not installed)")
     else:
-        loaded = hasattr(torch, "npu") and torch.npu.is_available()
-        lines.append(f"torch_npu {version_of('torch_npu')}, {'device present' if loaded else 'not imported'}")
-        if loaded:
-            from moe_ops.npu import support
-
-            lines += support.lines()
+        lines += npu_lines()
     return lines
+
+
+def npu_lines() -> list[str]:
+    name = f"torch_npu {version_of('torch_npu')}"
+    if not hasattr(torch, "npu"):
+        off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
+        return [f"{name}, not imported{' (TORCH_DEVICE_BACKEND_AUTOLOAD=0)' if off else ''}: no NPU is seen"]
+    if not torch.npu.is_available():
+        return [f"{name}, no NPU is present"]
+    from moe_ops.npu import support
+
+    return [f"{name}, device present", *support.lines()]
 
 
 def installation() -> list[str]:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from moe_ops.npu import _native
+from moe_ops.npu import _native, mx
 from moe_ops.npu._callbacks import external_subscriber
 from moe_ops.npu._device import FAMILIES, family, has_operator, runtime
 
@@ -23,7 +23,8 @@ def describe_device(index: int) -> str:
     elif missing:
         path = f"{kind}; plain ATen instead of {', '.join(missing)}"
     else:
-        path = f"{kind}: fused routing, grouped matmul, fused activations; MXFP4 dequantised to bfloat16 or float32"
+        native = f", or multiplied as it is once prepared ({mx.LAYOUT})" if kind == "A5" else ""
+        path = f"{kind}: fused routing, grouped matmul, fused activations; MXFP4 dequantised{native}"
     return f"npu:{index} {runtime().get_device_name(index)}, {path}"
 
 
