@@ -19,12 +19,22 @@ def describe(value: object) -> str:
     return repr(value)
 
 
+def rank(tensor: torch.Tensor | None) -> int:
+    """Its number of dimensions, -1 for None: so that a check of the shape is one of presence too."""
+    return -1 if tensor is None else tensor.dim()
+
+
 def argument_error(op: str, argument: str, expected: str, actual: object) -> ValueError:
     got = actual if isinstance(actual, str) else describe(actual)
     return ValueError(f"{op}: {argument} must be {expected}, got {got}")
 
 
 def require(condition: bool, op: str, argument: str, expected: str, actual: object) -> None:
-    """Raise the argument error unless `condition` holds. A string `actual` is printed as it is."""
-    if not condition:
+    """Raise the argument error unless `condition` holds. A string `actual` is printed as it is.
+
+    A symbolic condition that cannot be decided while tracing (a size read from data) becomes a check at run time.
+    """
+    if isinstance(condition, torch.SymBool):
+        torch._check_value(condition, lambda: str(argument_error(op, argument, expected, actual)))
+    elif not condition:
         raise argument_error(op, argument, expected, actual)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _repacked
-from moe_ops._errors import require
+from moe_ops._errors import rank, require
 from moe_ops.meta.fused_mxfp4_moe import (
     BLOCK,
     PREPARED_LAYOUTS,
@@ -54,7 +54,7 @@ def x86_v1_geometry(
     op: str, hidden_size: int, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
 ) -> tuple[int, int]:
     """Check packed tensors; (num_experts, intermediate_size). The texts are those of csrc/cpu/fused_mxfp4_moe.cpp."""
-    ok = w13.dim() == 5 and w13.dtype == torch.uint8
+    ok = rank(w13) == 5 and w13.dtype == torch.uint8
     expected = "[num_experts, intermediate_size / 16, 2, hidden_size / 32, 256] uint8 for weight_layout 'x86_v1'"
     require(ok, op, "w13", expected, w13)
     num_experts, intermediate_size = w13.shape[0], w13.shape[1] * TILE_ROWS
@@ -88,7 +88,7 @@ def _x86_v1_shapes(num_experts: int, hidden_size: int, intermediate_size: int) -
     }
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class Mxfp4Experts:
     """The experts of one layer, in the shapes that fused_mxfp4_moe takes as weight_layout "checkpoint".
 
@@ -115,7 +115,7 @@ class Mxfp4Experts:
             "'gate_up', 'up_gate' or 'interleaved'",
             f"'{self.w13_layout}'",
         )
-        require(self.w2.dim() == 3, op, "w2", "[num_experts, hidden_size, intermediate_size / 2] uint8", self.w2)
+        require(rank(self.w2) == 3, op, "w2", "[num_experts, hidden_size, intermediate_size / 2] uint8", self.w2)
         self.hidden_size = self.w2.shape[1]
         self.num_experts, self.intermediate_size = checkpoint_geometry(
             op, self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
@@ -128,6 +128,9 @@ class Mxfp4Experts:
         cls, w13: Tensor, w2: Tensor, *, w13_layout: str, w13_bias: Tensor | None = None, w2_bias: Tensor | None = None
     ) -> Mxfp4Experts:
         """Quantise float weights [E, 2I, H] and [E, H, I], an expert at a time."""
+        for name, weights, expected in (("w13", w13, "[E, 2I, H] float"), ("w2", w2, "[E, H, I] float")):
+            ok = rank(weights) == 3 and weights.dtype.is_floating_point
+            require(ok, "Mxfp4Experts.from_float", name, expected, weights)
 
         def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
             experts, rows, size = weights.shape
@@ -138,6 +141,14 @@ class Mxfp4Experts:
             return codes, scales
 
         return cls(*quantize(w13), *quantize(w2), w13_layout=w13_layout, w13_bias=w13_bias, w2_bias=w2_bias)
+
+    def __repr__(self) -> str:
+        return f"Mxfp4Experts({_sizes(self)}, {self.w13_layout})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of repacked bytes would pass for checkpoint bytes.
+        self._require_unused()
+        return self.__dict__
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of the tensors that are there, by name."""
@@ -218,7 +229,7 @@ class Mxfp4Experts:
             )
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class PreparedExperts:
     """Packed weights and the tag of their layout; what Mxfp4Experts.prepare returns."""
 
@@ -240,6 +251,9 @@ class PreparedExperts:
         self.num_experts, self.intermediate_size = layout.geometry(
             "PreparedExperts", self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
         )
+
+    def __repr__(self) -> str:
+        return f"PreparedExperts({_sizes(self)}, {self.weight_layout})"
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of fused_mxfp4_moe that describe these weights."""
@@ -334,6 +348,13 @@ class PreparedExperts:
             w13_layout=metadata["w13_layout"],
             hidden_size=int(metadata["hidden_size"]),
         )
+
+
+def _sizes(experts: Mxfp4Experts | PreparedExperts) -> str:
+    return (
+        f"{experts.num_experts} experts, hidden_size={experts.hidden_size}, "
+        f"intermediate_size={experts.intermediate_size}"
+    )
 
 
 _DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

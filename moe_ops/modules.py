@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_ops._errors import require
-from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts
+from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts, _sizes
+from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
 
 class FusedMxfp4Experts(nn.Module):
@@ -38,6 +40,7 @@ class FusedMxfp4Experts(nn.Module):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__()
+        resolve_activation(type(self).__name__, activation, swiglu_limit, swiglu_alpha)
         self.options: dict[str, Any] = {
             "activation": activation,
             "swiglu_limit": swiglu_limit,
@@ -93,5 +96,32 @@ class FusedMxfp4Experts(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
-        return f"{self.num_experts} experts, {sizes}, {self.weight_layout}, {self.options['activation']}"
+        return f"{_sizes(self)}, {self.weight_layout}, {self.options['activation']}"
+
+    # A state dict holds tensors alone, and rows in another order have the same shapes: their names travel in its
+    # metadata, where nothing that reads the tensors sees them. What has lost the metadata (safetensors) is not checked.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            names = {"w13_layout": self.w13_layout, "weight_layout": self.weight_layout}
+            destination._metadata[prefix[:-1]].update(names)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in ("w13_layout", "weight_layout"):
+            mine, given = getattr(self, name), local_metadata.get(name)
+            if given not in (None, mine):
+                error_msgs.append(f"{prefix}{name} must be '{mine}', got '{given}'")
+                return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

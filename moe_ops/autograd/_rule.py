@@ -81,6 +81,10 @@ def attach(
         if not _wants_gradient(args, kwargs):
             with torch._C._AutoDispatchBelowAutograd():
                 return call.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"{op}: gradients inside torch.func transforms are not defined; use torch.autograd"
+            )
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)

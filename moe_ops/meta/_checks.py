@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops._errors import argument_error, describe, require
+from moe_ops._errors import argument_error, describe, rank, require
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLOATS_TEXT = "bfloat16, float16 or float32"
@@ -13,11 +13,12 @@ INT32_MAX = 2**31 - 1
 
 
 def check_rows(op: str, argument: str, rows: torch.Tensor, expected: str = "[num_tokens, hidden_size]") -> None:
-    require(rows.dim() == 2 and rows.dtype in FLOATS, op, argument, f"{expected} {FLOATS_TEXT}", rows)
+    require(rank(rows) == 2 and rows.dtype in FLOATS, op, argument, f"{expected} {FLOATS_TEXT}", rows)
 
 
 def check_ids(op: str, topk_ids: torch.Tensor, num_tokens: int, topk_weights: torch.Tensor | None = None) -> None:
-    swapped = topk_weights is not None and topk_ids.dtype.is_floating_point and not topk_weights.dtype.is_floating_point
+    given = topk_ids is not None and topk_weights is not None
+    swapped = given and topk_ids.dtype.is_floating_point and not topk_weights.dtype.is_floating_point
     if swapped:
         raise argument_error(
             op,
@@ -25,7 +26,7 @@ def check_ids(op: str, topk_ids: torch.Tensor, num_tokens: int, topk_weights: to
             f"[{num_tokens}, top_k] int32 or int64",
             f"{describe(topk_ids)}: topk_ids and topk_weights are swapped",
         )
-    ok = topk_ids.dim() == 2 and topk_ids.dtype in IDS and topk_ids.shape[0] == num_tokens
+    ok = rank(topk_ids) == 2 and topk_ids.dtype in IDS and topk_ids.shape[0] == num_tokens
     require(ok, op, "topk_ids", f"[{num_tokens}, top_k] int32 or int64", topk_ids)
     slots = topk_ids.shape[0] * topk_ids.shape[1]
     if isinstance(slots, int):  # a symbolic size is not guarded: the kernel checks the real one
@@ -34,7 +35,7 @@ def check_ids(op: str, topk_ids: torch.Tensor, num_tokens: int, topk_weights: to
 
 def check_weights(op: str, topk_weights: torch.Tensor, num_tokens: int, top_k: int) -> None:
     ok = (
-        topk_weights.dim() == 2
+        rank(topk_weights) == 2
         and topk_weights.dtype.is_floating_point
         and topk_weights.dtype.itemsize >= 2
         and topk_weights.shape[0] == num_tokens
@@ -51,4 +52,9 @@ def check_device(op: str, like: torch.Tensor, **others: torch.Tensor | None) -> 
 
 def check_ticket(op: str, argument: str, ticket: torch.Tensor | None) -> None:
     if ticket is not None:
-        require(ticket.dtype == torch.int64 and list(ticket.shape) == [1], op, argument, "[1] int64", ticket)
+        check_required_ticket(op, argument, ticket)
+
+
+def check_required_ticket(op: str, argument: str, ticket: torch.Tensor) -> None:
+    ok = rank(ticket) == 1 and ticket.dtype == torch.int64 and ticket.shape[0] == 1
+    require(ok, op, argument, "[1] int64", ticket)

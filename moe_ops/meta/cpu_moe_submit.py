@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ops._errors import require
-from moe_ops.meta._checks import check_device, check_ids, check_rows, check_ticket, check_weights
+from moe_ops.meta._checks import check_device, check_ids, check_required_ticket, check_rows, check_weights
 
 
 def cpu_moe_submit(
@@ -21,7 +21,7 @@ def cpu_moe_submit(
     num_tokens = hidden_states.shape[0]
     check_ids(op, topk_ids, num_tokens, topk_weights)
     check_weights(op, topk_weights, num_tokens, topk_ids.shape[1])
-    check_ticket(op, "engine", engine)
+    check_required_ticket(op, "engine", engine)
     require(max_deferred is None or max_deferred >= 0, op, "max_deferred", "at least 0", str(max_deferred))
     check_device(op, hidden_states, topk_ids=topk_ids, topk_weights=topk_weights)
     if engine.device.type != "cpu":  # a CPU tensor is read on the host, whatever the device

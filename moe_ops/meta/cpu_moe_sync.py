@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_ops._errors import require
-from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_rows, check_ticket
+from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_required_ticket, check_rows, check_ticket
 
 
 def cpu_moe_sync(
@@ -16,7 +16,7 @@ def cpu_moe_sync(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     op = "cpu_moe_sync"
-    check_ticket(op, "ticket", ticket)
+    check_required_ticket(op, "ticket", ticket)
     check_rows(op, "device_out", device_out)
     check_ticket(op, "deferred_ticket", deferred_ticket)
     check_device(op, ticket, device_out=device_out, deferred_ticket=deferred_ticket)

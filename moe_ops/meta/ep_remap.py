@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops._errors import argument_error, require
+from moe_ops._errors import argument_error, rank, require
 from moe_ops.meta._checks import INT32_MAX, check_device, check_ids, check_weights
 
 FILLS = ("reuse", "skip")
@@ -20,7 +20,7 @@ def ep_remap(
     fill: str = "reuse",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     op = "ep_remap"
-    check_ids(op, topk_ids, topk_ids.shape[0] if topk_ids.dim() else 0, topk_weights)
+    check_ids(op, topk_ids, topk_ids.shape[0] if rank(topk_ids) > 0 else 0, topk_weights)
     num_tokens, top_k = topk_ids.shape
     check_weights(op, topk_weights, num_tokens, top_k)
     ranged = expert_offset is not None and num_local_experts is not None
@@ -35,10 +35,9 @@ def ep_remap(
         )
     if num_local_experts is not None:
         require(num_local_experts >= 0, op, "num_local_experts", "at least 0", str(num_local_experts))
-        if isinstance(num_local_experts, int):  # local ids are int32; symbolic sizes are left to the kernel
-            ok = num_local_experts <= INT32_MAX
-            require(ok, op, "num_local_experts", f"at most {INT32_MAX}", str(num_local_experts))
-    if isinstance(expert_offset, int):
+        ok = num_local_experts <= INT32_MAX  # local ids are int32
+        require(ok, op, "num_local_experts", f"at most {INT32_MAX}", str(num_local_experts))
+    if expert_offset is not None:
         require(expert_offset >= 0, op, "expert_offset", "at least 0", str(expert_offset))
     if expert_map is not None:
         ok = expert_map.dim() == 1 and expert_map.dtype == torch.int32

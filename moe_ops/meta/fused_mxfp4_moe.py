@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ops._errors import argument_error, require
+from moe_ops._errors import argument_error, rank, require
 from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_ids, check_rows, check_ticket, check_weights
 
 W13_LAYOUTS = ("gate_up", "up_gate", "interleaved")
@@ -50,9 +50,9 @@ def resolve_activation(
 
 
 def _check_u8(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    ok = tensor.dtype == torch.uint8 and tensor.dim() == len(shape) and tensor.is_contiguous()
+    ok = rank(tensor) == len(shape) and tensor.dtype == torch.uint8 and tensor.is_contiguous()
     ok = ok and all(actual == expected for actual, expected in zip(tensor.shape, shape, strict=True))
-    got = tensor if tensor.is_contiguous() else "a tensor that is not contiguous"
+    got = tensor if tensor is None or tensor.is_contiguous() else "a tensor that is not contiguous"
     require(ok, op, name, f"a contiguous [{', '.join(map(str, shape))}] uint8", got)
 
 
@@ -66,7 +66,7 @@ def checkpoint_geometry(
 ) -> tuple[int, int]:
     """Check the raw MXFP4 tensors; (num_experts, intermediate_size)."""
     require(hidden_size > 0 and hidden_size % BLOCK == 0, op, "hidden_size", f"a multiple of {BLOCK}", str(hidden_size))
-    ok = w13.dim() == 3 and w13.dtype == torch.uint8 and w13.shape[1] % 2 == 0
+    ok = rank(w13) == 3 and w13.dtype == torch.uint8 and w13.shape[1] % 2 == 0
     require(
         ok, op, "w13", "[num_experts, 2 * intermediate_size, hidden_size / 2] uint8 for weight_layout 'checkpoint'", w13
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_ops._errors import require
+from moe_ops._errors import rank, require
 from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device
 from moe_ops.meta.fused_mxfp4_moe import check_moe
 
@@ -23,7 +23,7 @@ def fused_mxfp4_moe_backward(
     check_moe(op, hidden_states, topk_ids, topk_weights, *args, **options)
     check_device(op, hidden_states, grad_output=grad_output)
     num_tokens, hidden_size = hidden_states.shape
-    ok = grad_output.dim() == 2 and grad_output.dtype in FLOATS
+    ok = rank(grad_output) == 2 and grad_output.dtype in FLOATS
     ok = ok and grad_output.shape[0] == num_tokens and grad_output.shape[1] == hidden_size
     require(ok, op, "grad_output", f"[{num_tokens}, {hidden_size}] {FLOATS_TEXT}", grad_output)
     return (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_ops._errors import require
+from moe_ops._errors import rank, require
 from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_ticket
 from moe_ops.meta.fused_mxfp4_moe import check_moe
 from moe_ops.meta.topk_permute_out import check_no_overlap
@@ -28,7 +28,7 @@ def fused_mxfp4_moe_out(
     check_ticket(op, "after", after)
     check_device(op, hidden_states, after=after, out=out)
     num_tokens, hidden_size = hidden_states.shape
-    ok = out.dim() == 2 and out.dtype in FLOATS and out.is_contiguous()
+    ok = rank(out) == 2 and out.dtype in FLOATS and out.is_contiguous()
     ok = ok and out.shape[0] == num_tokens and out.shape[1] == hidden_size
     require(ok, op, "out", f"a contiguous [{num_tokens}, {hidden_size}] {FLOATS_TEXT}", out)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops._errors import require
+from moe_ops._errors import rank, require
 
 MODES = ("push", "pull")
 
 
 def route_metadata(tokens_per_source: torch.Tensor, ep_rank: int, *, mode: str = "push") -> tuple[torch.Tensor, ...]:
     op = "route_metadata"
-    ok = tokens_per_source.dim() == 2 and tokens_per_source.dtype == torch.int32
+    ok = rank(tokens_per_source) == 2 and tokens_per_source.dtype == torch.int32
     require(ok, op, "tokens_per_source", "[ep_size, num_experts] int32", tokens_per_source)
     ep_size, num_experts = tokens_per_source.shape
     require(ep_size > 0 and num_experts > 0, op, "tokens_per_source", "not empty", tokens_per_source)

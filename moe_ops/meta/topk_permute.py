@@ -17,7 +17,8 @@ def check_permute(
     check_rows(op, "hidden_states", hidden_states)
     check_ids(op, topk_ids, hidden_states.shape[0])
     check_device(op, hidden_states, topk_ids=topk_ids)
-    require(0 < num_experts <= INT32_MAX, op, "num_experts", "a positive number of experts", str(num_experts))
+    for fits in (num_experts > 0, num_experts <= INT32_MAX):  # apart, since a chain would decide symbolic ones
+        require(fits, op, "num_experts", "a positive number of experts", str(num_experts))
 
 
 def topk_permute(

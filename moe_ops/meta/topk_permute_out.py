@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops._errors import require
+from moe_ops._errors import dtype_name, rank, require
 from moe_ops.meta._checks import check_device
 from moe_ops.meta.topk_permute import check_permute
 
@@ -17,13 +17,12 @@ def topk_permute_out(
     check_device(op, hidden_states, out=out)
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
-    ok = out.dim() == 2 and out.dtype == hidden_states.dtype and out.is_contiguous() and out.shape[1] == hidden_size
-    dtype = str(hidden_states.dtype).removeprefix("torch.")
+    ok = rank(out) == 2 and out.dtype == hidden_states.dtype and out.is_contiguous() and out.shape[1] == hidden_size
     require(
         ok and out.shape[0] >= num_tokens * top_k,
         op,
         "out",
-        f"a contiguous [at least {num_tokens * top_k}, {hidden_size}] {dtype}",
+        f"a contiguous [at least {num_tokens * top_k}, {hidden_size}] {dtype_name(hidden_states.dtype)}",
         out,
     )
     return (

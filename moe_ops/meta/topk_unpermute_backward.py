@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops._errors import dtype_name, require
+from moe_ops._errors import dtype_name, rank, require
 from moe_ops.meta._checks import check_device
 from moe_ops.meta.topk_unpermute import check_unpermute
 
@@ -21,7 +21,7 @@ def topk_unpermute_backward(
     num_tokens, hidden_size = row_map.shape[0], permuted_hidden_states.shape[1]
     dtype = permuted_hidden_states.dtype
     ok = (
-        grad_output.dim() == 2
+        rank(grad_output) == 2
         and grad_output.dtype == dtype
         and grad_output.shape[0] == num_tokens
         and grad_output.shape[1] == hidden_size

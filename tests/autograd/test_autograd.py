@@ -247,3 +247,9 @@ def test_second_derivatives_are_refused(ops, device):
     out = ops.topk_unpermute(rows, row_map, weights)
     with pytest.raises(ValueError, match="second derivatives are not defined"):
         torch.autograd.grad(out.sum(), rows, create_graph=True)
+
+
+def test_function_transforms_are_refused_by_name(ops, device):
+    ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    with pytest.raises(NotImplementedError, match=r"topk_permute: gradients inside torch\.func transforms"):
+        torch.func.grad(lambda rows: ops.topk_permute(rows, ids, 2)[0].sum())(torch.ones(2, 64, device=device))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
+import pickle
 import subprocess
 import sys
 
@@ -87,9 +89,22 @@ def test_layout_by_hand():
 def test_source_is_used_up():
     experts = make()
     experts.prepare()
-    for use in (experts.prepare, experts.arguments):
+    # A copy of the bytes would have forgotten that they are packed.
+    copies = (lambda: pickle.dumps(experts), lambda: copy.deepcopy(experts))
+    for use in (experts.prepare, experts.arguments, *copies):
         with pytest.raises(RuntimeError, match="have been prepared"):
             use()
+
+
+def test_containers_are_copied_compared_and_shown():
+    raw = make()
+    for again in (pickle.loads(pickle.dumps(raw)), copy.deepcopy(raw)):
+        assert_same(again.w13, raw.w13)
+        assert again == again and again != raw and again in {again, raw}
+    assert repr(raw) == "Mxfp4Experts(3 experts, hidden_size=96, intermediate_size=64, gate_up)"
+    packed = copy_of(raw).prepare()
+    assert repr(packed) == "PreparedExperts(3 experts, hidden_size=96, intermediate_size=64, x86_v1)"
+    assert_same(pickle.loads(pickle.dumps(packed)).w13, packed.w13)
 
 
 def test_memory_is_repacked_once():
@@ -146,6 +161,17 @@ def test_from_float():
     codes, scales = quantize_mxfp4(w13[1])
     assert_same(dequantize_mxfp4(experts.w13[1], experts.w13_scale[1]), dequantize_mxfp4(codes, scales))
     assert experts.w2.shape == (2, 96, 16)
+    with pytest.raises(ValueError, match=r"from_float: w13 must be \[E, 2I, H\] float, got \[64, 96\] float32"):
+        Mxfp4Experts.from_float(torch.randn(64, 96), torch.randn(2, 96, 32), w13_layout="gate_up")
+    with pytest.raises(ValueError, match=r"from_float: w2 must be \[E, H, I\] float, got .* int64"):
+        Mxfp4Experts.from_float(torch.randn(2, 64, 96), torch.ones(2, 96, 32).long(), w13_layout="gate_up")
+    with pytest.raises(ValueError, match=r"Mxfp4Experts: w2_scale must be a contiguous .* uint8, got None"):
+        Mxfp4Experts(
+            *[torch.zeros(2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 2, dtype=torch.uint8)],
+            torch.zeros(2, 64, 16, dtype=torch.uint8),
+            None,
+            w13_layout="gate_up",
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -52,7 +52,7 @@ def test_prepare_keeps_the_bits_and_happens_once():
     assert_same(module(*inputs), before)
     with pytest.raises(ValueError, match="prepare: the weights must be in 'checkpoint', got x86_v1"):
         module.prepare()
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(RuntimeError, match="weight_layout must be 'x86_v1', got 'checkpoint'"):
         module.load_state_dict(make(1)[1].state_dict())
 
 
@@ -66,6 +66,30 @@ def test_state_dict_and_copies():
     assert_same(module(*inputs), expected(raw_other, inputs))
     assert_same(twin(*inputs), module(*inputs))
     assert twin.w13.data_ptr() != module.w13.data_ptr()
+
+
+def test_a_state_dict_of_another_row_order_is_refused():
+    module = torch.nn.Sequential(make()[1])
+    state = module.state_dict()
+    tensors = make_experts(E, I, H, 1)
+    other = FusedMxfp4Experts(Mxfp4Experts(**tensors, w13_layout="gate_up"))
+    saved = torch.nn.Sequential(other).state_dict()
+    assert list(state) == [f"0.{name}" for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias")]
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"0\.w13_layout must be 'interleaved', got 'gate_up'"):
+            module.load_state_dict(saved, strict=strict)
+    module.load_state_dict(dict(state))  # without metadata nothing can be compared
+
+
+def test_options_are_checked_when_it_is_made():
+    raw, _ = make()
+    for options, text in (
+        ({"activation": "gelu"}, "activation must be 'silu' or 'swiglu_oai', got 'gelu'"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit must be None or a finite number above 0, got 0.0"),
+        ({"swiglu_alpha": 2.0}, "swiglu_alpha must be None for activation 'silu', got 2.0"),
+    ):
+        with pytest.raises(ValueError, match=f"FusedMxfp4Experts: {text}"):
+            FusedMxfp4Experts(raw, **options)
 
 
 def test_gradients_and_compile():

@@ -37,10 +37,20 @@ std::string dtype_name(ScalarType dtype) {
       return "bfloat16";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
     case ScalarType::Float8_e4m3fn:
       return "float8_e4m3fn";
     case ScalarType::Float8_e5m2:
       return "float8_e5m2";
+    case ScalarType::Float8_e4m3fnuz:
+      return "float8_e4m3fnuz";
+    case ScalarType::Float8_e5m2fnuz:
+      return "float8_e5m2fnuz";
     case ScalarType::Float8_e8m0fnu:
       return "float8_e8m0fnu";
     case ScalarType::Float4_e2m1fn_x2:
@@ -51,6 +61,7 @@ std::string dtype_name(ScalarType dtype) {
 }
 
 std::string describe(const Tensor& tensor) {
+  if (!tensor.defined()) return "None";
   std::ostringstream text;
   text << '[';
   for (int64_t i = 0; i < tensor.dim(); i++) text << (i ? ", " : "") << tensor.size(i);
@@ -76,26 +87,27 @@ void argument_error(const char* op, const std::string& argument, const std::stri
 }
 
 void check_rows(const char* op, const char* argument, const Tensor& rows, const char* expected) {
-  MOE_REQUIRE(rows.dim() == 2 && is_float(rows.scalar_type()), op, argument,
+  MOE_REQUIRE(rows.defined() && rows.dim() == 2 && is_float(rows.scalar_type()), op, argument,
               std::string(expected) + " bfloat16, float16 or float32", describe(rows));
 }
 
 void check_ids(const char* op, const Tensor& topk_ids, int64_t num_tokens, const Tensor* topk_weights) {
   const auto is_floating = [](const Tensor& tensor) {
-    return is_float(tensor.scalar_type()) || tensor.scalar_type() == ScalarType::Double;
+    return tensor.defined() && (is_float(tensor.scalar_type()) || tensor.scalar_type() == ScalarType::Double);
   };
   const auto expected = [&] { return "[" + std::to_string(num_tokens) + ", top_k] int32 or int64"; };
   MOE_REQUIRE(!(topk_weights && is_floating(topk_ids) && !is_floating(*topk_weights)), op, "topk_ids", expected(),
               describe(topk_ids) + ": topk_ids and topk_weights are swapped");
-  MOE_REQUIRE(topk_ids.dim() == 2 && is_id(topk_ids.scalar_type()) && topk_ids.size(0) == num_tokens, op, "topk_ids",
-              expected(), describe(topk_ids));
+  MOE_REQUIRE(
+      topk_ids.defined() && topk_ids.dim() == 2 && is_id(topk_ids.scalar_type()) && topk_ids.size(0) == num_tokens, op,
+      "topk_ids", expected(), describe(topk_ids));
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   MOE_REQUIRE(topk_ids.size(0) * topk_ids.size(1) <= kMax, op, "topk_ids", "at most " + std::to_string(kMax) + " slots",
               describe(topk_ids));
 }
 
 void check_weights(const char* op, const Tensor& topk_weights, int64_t num_tokens, int64_t top_k) {
-  const bool ok = topk_weights.dim() == 2 &&
+  const bool ok = topk_weights.defined() && topk_weights.dim() == 2 &&
                   (is_float(topk_weights.scalar_type()) || topk_weights.scalar_type() == ScalarType::Double) &&
                   topk_weights.size(0) == num_tokens && topk_weights.size(1) == top_k;
   MOE_REQUIRE(ok, op, "topk_weights", "[" + std::to_string(num_tokens) + ", " + std::to_string(top_k) + "] float",
@@ -103,6 +115,7 @@ void check_weights(const char* op, const Tensor& topk_weights, int64_t num_token
 }
 
 void check_device(const char* op, const Tensor& like, const char* argument, const Tensor& tensor) {
+  if (!tensor.defined()) return;  // None: refused where its shape is checked
   const auto expected = like.device(), actual = tensor.device();
   MOE_REQUIRE(expected.type() == actual.type() && expected.index() == actual.index(), op, argument,
               "on " + device_name(like), device_name(tensor));
@@ -114,8 +127,9 @@ void check_device(const char* op, const Tensor& like, const char* argument, cons
 
 void check_ticket(const char* op, const char* argument, const std::optional<Tensor>& ticket) {
   if (!ticket) return;
-  MOE_REQUIRE(ticket->scalar_type() == ScalarType::Long && ticket->dim() == 1 && ticket->size(0) == 1, op, argument,
-              "[1] int64", describe(*ticket));
+  MOE_REQUIRE(
+      ticket->defined() && ticket->scalar_type() == ScalarType::Long && ticket->dim() == 1 && ticket->size(0) == 1, op,
+      argument, "[1] int64", describe(*ticket));
 }
 
 namespace {

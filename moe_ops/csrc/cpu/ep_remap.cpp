@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> ep_remap(const Tensor& topk_ids, const Tensor& topk_w
                                     std::optional<int64_t> expert_offset, std::optional<int64_t> num_local_experts,
                                     std::optional<Tensor> expert_map, std::string fill) {
   constexpr const char* kOp = "ep_remap";
-  check_ids(kOp, topk_ids, topk_ids.dim() ? topk_ids.size(0) : 0, &topk_weights);
+  check_ids(kOp, topk_ids, topk_ids.defined() && topk_ids.dim() ? topk_ids.size(0) : 0, &topk_weights);
   const int64_t num_tokens = topk_ids.size(0), top_k = topk_ids.size(1);
   check_weights(kOp, topk_weights, num_tokens, top_k);
   const auto shown = [](const std::optional<int64_t>& value) { return value ? std::to_string(*value) : "None"; };

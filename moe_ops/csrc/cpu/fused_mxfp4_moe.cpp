@@ -48,7 +48,7 @@ struct Arguments {
 };
 
 bool has_shape(const Tensor& tensor, const std::vector<int64_t>& shape) {
-  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  if (!tensor.defined() || tensor.dim() != static_cast<int64_t>(shape.size())) return false;
   for (size_t i = 0; i < shape.size(); i++) {
     if (tensor.size(static_cast<int64_t>(i)) != shape[i]) return false;
   }
@@ -56,10 +56,10 @@ bool has_shape(const Tensor& tensor, const std::vector<int64_t>& shape) {
 }
 
 void check_u8(const char* op, const char* name, const Tensor& tensor, const std::vector<int64_t>& shape) {
-  const bool contiguous = tensor.is_contiguous();
-  MOE_REQUIRE(tensor.scalar_type() == ScalarType::Byte && contiguous && has_shape(tensor, shape), op, name,
+  const bool contiguous = tensor.defined() && tensor.is_contiguous();
+  MOE_REQUIRE(contiguous && tensor.scalar_type() == ScalarType::Byte && has_shape(tensor, shape), op, name,
               "a contiguous " + shape_text(shape) + " uint8",
-              contiguous ? describe(tensor) : "a tensor that is not contiguous");
+              contiguous || !tensor.defined() ? describe(tensor) : "a tensor that is not contiguous");
 }
 
 ActivationParams activation_params(const char* op, const Arguments& a) {
@@ -91,8 +91,8 @@ void checkpoint_geometry(const char* op, const Arguments& a, ExpertWeights* weig
   const int64_t hidden = a.hidden_states.size(1);
   MOE_REQUIRE(hidden > 0 && hidden % kBlock == 0, op, "hidden_size", "a multiple of " + std::to_string(kBlock),
               std::to_string(hidden));
-  MOE_REQUIRE(a.w13.dim() == 3 && a.w13.scalar_type() == ScalarType::Byte && a.w13.size(1) % 2 == 0, op, "w13",
-              "[num_experts, 2 * intermediate_size, hidden_size / 2] uint8 for weight_layout 'checkpoint'",
+  MOE_REQUIRE(a.w13.defined() && a.w13.dim() == 3 && a.w13.scalar_type() == ScalarType::Byte && a.w13.size(1) % 2 == 0,
+              op, "w13", "[num_experts, 2 * intermediate_size, hidden_size / 2] uint8 for weight_layout 'checkpoint'",
               describe(a.w13));
   const int64_t experts = a.w13.size(0), inter = a.w13.size(1) / 2;
   check_sizes(op, hidden, inter, experts, a.w13);
@@ -108,7 +108,7 @@ void checkpoint_geometry(const char* op, const Arguments& a, ExpertWeights* weig
 // The checks of moe_ops.experts.x86_v1_geometry.
 void x86_v1_geometry(const char* op, const Arguments& a, ExpertWeights* weights) {
   const int64_t hidden = a.hidden_states.size(1);
-  MOE_REQUIRE(a.w13.dim() == 5 && a.w13.scalar_type() == ScalarType::Byte, op, "w13",
+  MOE_REQUIRE(a.w13.defined() && a.w13.dim() == 5 && a.w13.scalar_type() == ScalarType::Byte, op, "w13",
               "[num_experts, intermediate_size / 16, 2, hidden_size / 32, 256] uint8 for weight_layout 'x86_v1'",
               describe(a.w13));
   const int64_t experts = a.w13.size(0), inter = a.w13.size(1) * kTileRows;
@@ -269,7 +269,7 @@ void fused_mxfp4_moe_out_op(const Tensor& hidden_states, const Tensor& topk_ids,
   check_device(kOp, hidden_states, "after", after);
   check_device(kOp, hidden_states, "out", out);
   const int64_t num_tokens = hidden_states.size(0), hidden = hidden_states.size(1);
-  MOE_REQUIRE(is_float(out.scalar_type()) && out.is_contiguous() && has_shape(out, {num_tokens, hidden}), kOp, "out",
+  MOE_REQUIRE(has_shape(out, {num_tokens, hidden}) && is_float(out.scalar_type()) && out.is_contiguous(), kOp, "out",
               "a contiguous " + shape_text({num_tokens, hidden}) + " bfloat16, float16 or float32", describe(out));
   check_no_overlap(kOp, out, "hidden_states", hidden_states);
   check_no_overlap(kOp, out, "topk_ids", topk_ids);
@@ -297,7 +297,7 @@ std::tuple<Tensor, Tensor> fused_mxfp4_moe_backward_op(const Tensor& grad_output
                               w2_bias, activation, swiglu_limit, swiglu_alpha, expert_map, weight_layout});
   check_device(kOp, hidden_states, "grad_output", grad_output);
   const int64_t num_tokens = hidden_states.size(0), hidden = hidden_states.size(1);
-  MOE_REQUIRE(is_float(grad_output.scalar_type()) && has_shape(grad_output, {num_tokens, hidden}), kOp, "grad_output",
+  MOE_REQUIRE(has_shape(grad_output, {num_tokens, hidden}) && is_float(grad_output.scalar_type()), kOp, "grad_output",
               shape_text({num_tokens, hidden}) + " bfloat16, float16 or float32", describe(grad_output));
   Tensor grad_hidden = torch::stable::new_empty(hidden_states, {num_tokens, hidden}, ScalarType::Float);
   Tensor grad_weights = torch::stable::new_empty(hidden_states, {num_tokens, topk_ids.size(1)}, ScalarType::Float);

@@ -12,8 +12,9 @@ using Metadata = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 Metadata route_metadata(const Tensor& tokens_per_source, int64_t ep_rank, std::string mode) {
   constexpr const char* kOp = "route_metadata";
-  MOE_REQUIRE(tokens_per_source.dim() == 2 && tokens_per_source.scalar_type() == ScalarType::Int, kOp,
-              "tokens_per_source", "[ep_size, num_experts] int32", describe(tokens_per_source));
+  MOE_REQUIRE(
+      tokens_per_source.defined() && tokens_per_source.dim() == 2 && tokens_per_source.scalar_type() == ScalarType::Int,
+      kOp, "tokens_per_source", "[ep_size, num_experts] int32", describe(tokens_per_source));
   const int64_t ep_size = tokens_per_source.size(0), num_experts = tokens_per_source.size(1);
   MOE_REQUIRE(ep_size > 0 && num_experts > 0, kOp, "tokens_per_source", "not empty", describe(tokens_per_source));
   MOE_REQUIRE(ep_rank >= 0 && ep_rank < ep_size, kOp, "ep_rank", "in [0, " + std::to_string(ep_size) + ")",

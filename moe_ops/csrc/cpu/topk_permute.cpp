@@ -96,8 +96,8 @@ std::tuple<Tensor, Tensor> topk_permute_out(const Tensor& hidden_states, const T
   check_permute(kOp, hidden_states, topk_ids, num_experts);
   check_device(kOp, hidden_states, "out", out);
   const int64_t slots = topk_ids.size(0) * topk_ids.size(1), width = hidden_states.size(1);
-  const bool ok = out.dim() == 2 && out.scalar_type() == hidden_states.scalar_type() && out.is_contiguous() &&
-                  out.size(1) == width && out.size(0) >= slots;
+  const bool ok = out.defined() && out.dim() == 2 && out.scalar_type() == hidden_states.scalar_type() &&
+                  out.is_contiguous() && out.size(1) == width && out.size(0) >= slots;
   MOE_REQUIRE(ok, kOp, "out",
               "a contiguous [at least " + std::to_string(slots) + ", " + std::to_string(width) + "] " +
                   dtype_name(hidden_states.scalar_type()),

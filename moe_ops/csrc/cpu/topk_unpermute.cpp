@@ -21,7 +21,7 @@ RowType row_type(ScalarType dtype) {
 void check_unpermute(const char* op, const Tensor& permuted, const Tensor& row_map,
                      const std::optional<Tensor>& topk_weights) {
   check_rows(op, "permuted_hidden_states", permuted, "[rows, hidden_size]");
-  MOE_REQUIRE(row_map.dim() == 2 && row_map.scalar_type() == ScalarType::Int, op, "row_map",
+  MOE_REQUIRE(row_map.defined() && row_map.dim() == 2 && row_map.scalar_type() == ScalarType::Int, op, "row_map",
               "[num_tokens, top_k] int32", describe(row_map));
   if (topk_weights) check_weights(op, *topk_weights, row_map.size(0), row_map.size(1));
   check_device(op, permuted, "row_map", row_map);
@@ -78,8 +78,8 @@ std::tuple<Tensor, Tensor> topk_unpermute_backward(const Tensor& grad_output, co
   const int64_t num_tokens = row_map.size(0), top_k = row_map.size(1);
   const int64_t rows = permuted_hidden_states.size(0), width = permuted_hidden_states.size(1);
   const ScalarType dtype = permuted_hidden_states.scalar_type();
-  MOE_REQUIRE(grad_output.dim() == 2 && grad_output.scalar_type() == dtype && grad_output.size(0) == num_tokens &&
-                  grad_output.size(1) == width,
+  MOE_REQUIRE(grad_output.defined() && grad_output.dim() == 2 && grad_output.scalar_type() == dtype &&
+                  grad_output.size(0) == num_tokens && grad_output.size(1) == width,
               kOp, "grad_output",
               "[" + std::to_string(num_tokens) + ", " + std::to_string(width) + "] " + dtype_name(dtype),
               describe(grad_output));
