@@ -1,12 +1,13 @@
 """Host functions in stream order: which of CANN's mechanisms runs them on a stream.
 
-1. aclrtLaunchHostFunc needs nothing. A stream that somebody has subscribed refuses it (107011).
+1. aclrtLaunchHostFunc needs nothing. A stream that somebody has subscribed refuses it (107011), and a stream that has
+   seen it can be subscribed by nobody, so that it is left out where the application declares that it subscribes.
 2. aclrtLaunchCallback runs on the thread that subscribed to the stream; 107015 says that nobody has. Then a worker
    thread of this module subscribes, unless MOE_OPS_NPU_EXTERNAL_SUBSCRIBER=1 declares that the application does that.
 3. Neither: the stream is waited for on the host and the function called there, with one warning. Inside a capture that
    is refused, since it would read data that is not there yet and be absent from the graph.
 
-MOE_OPS_NPU_CALLBACKS=callback leaves out the first. MOE_OPS_SYNC=1 forces the third without the warning.
+MOE_OPS_NPU_CALLBACKS=callback leaves out the first as well. MOE_OPS_SYNC=1 forces the third without the warning.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class ReportWorker:
         while not self._stop.is_set():
             acl.aclrtProcessReport(_REPORT_MS)
         with self._lock:
-            if self._streams:
-                acl.aclrtProcessReport(_REPORT_MS)  # what was queued before the end
+            # What was queued before the end: a stream whose callback never runs would never move on. Each callback
+            # lets its stream go on to the next, so that nothing for a while is the end.
+            while self._streams and acl.aclrtProcessReport(_REPORT_MS) == SUCCESS:
+                pass
             for stream in self._streams:
                 acl.aclrtUnSubscribeReport(threading.get_ident(), stream)
             self._streams.clear()
@@ -84,12 +87,15 @@ def _worker() -> ReportWorker | None:
         return None
     with _workers_lock:
         if context.value not in _workers:
+            # Here and not at import: handlers run in reverse order, and this one must run before torch_npu's own, which
+            # gives up the runtime, also where torch_npu was imported after this module.
+            atexit.unregister(stop_workers)
+            atexit.register(stop_workers)
             worker = ReportWorker(context.value)
             _workers[context.value] = worker if worker.start() else None
         return _workers[context.value]
 
 
-@atexit.register
 def stop_workers() -> None:
     with _workers_lock:
         for worker in _workers.values():
@@ -102,10 +108,14 @@ def external_subscriber() -> bool:
     return os.environ.get("MOE_OPS_NPU_EXTERNAL_SUBSCRIBER", "0") not in ("", "0")
 
 
+def only_callbacks() -> bool:
+    return external_subscriber() or os.environ.get("MOE_OPS_NPU_CALLBACKS", "auto") == "callback"
+
+
 def launch(op: str, stream: int, function: str, call: int) -> bool:
     """Queue an engine function on a stream. False where no mechanism works: the caller then runs it on the host."""
     acl, address = _native.runtime(), _native.engine().address(function)
-    if acl.has("aclrtLaunchHostFunc") and os.environ.get("MOE_OPS_NPU_CALLBACKS", "auto") != "callback":
+    if acl.has("aclrtLaunchHostFunc") and not only_callbacks():
         code = acl.aclrtLaunchHostFunc(stream, address, call)
         if code == SUCCESS:
             return True

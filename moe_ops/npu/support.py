@@ -7,7 +7,7 @@ import os
 import torch
 
 from moe_ops.npu import _native, mx
-from moe_ops.npu._callbacks import external_subscriber
+from moe_ops.npu._callbacks import external_subscriber, only_callbacks
 from moe_ops.npu._device import FAMILIES, family, has_operator, runtime
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_swiglu", "npu_clipped_swiglu")
@@ -33,8 +33,7 @@ def describe_callbacks() -> str:
     acl = _native.runtime()
     if os.environ.get("MOE_OPS_SYNC", "0") not in ("", "0"):
         return "CPU experts: synchronous (MOE_OPS_SYNC)"
-    callbacks_only = os.environ.get("MOE_OPS_NPU_CALLBACKS", "auto") == "callback"
-    if acl.has("aclrtLaunchHostFunc") and not callbacks_only:
+    if acl.has("aclrtLaunchHostFunc") and not only_callbacks():
         return "CPU experts: aclrtLaunchHostFunc, aclrtLaunchCallback on streams that the application has subscribed"
     if acl.has("aclrtLaunchCallback"):
         who = "the application subscribes" if external_subscriber() else "streams are subscribed by a thread of moe_ops"

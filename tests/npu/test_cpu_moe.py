@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,13 +268,99 @@ def test_worker_subscribes_where_host_functions_are_left_out(experts, monkeypatc
         close(layer(experts, *static), expected(*host))
 
 
-def test_external_subscriber_that_has_not_subscribed(experts, monkeypatch):
+def test_stopping_the_worker_runs_what_is_queued(experts, monkeypatch):
+    """Ten callbacks wait, each behind the one before: none may be left, or the stream never moves on."""
     monkeypatch.setenv("MOE_OPS_NPU_CALLBACKS", "callback")
+    hosts, side = [inputs(seed) for seed in range(5)], torch.npu.Stream()
+    moved = [[tensor.npu() for tensor in host] for host in hosts]
+    torch.npu.synchronize()
+    with torch.npu.stream(side), slow_device():
+        results = [layer(experts, *static) for static in moved]
+        _callbacks.stop_workers()
+        finished = torch.npu.Event()
+        finished.record()
+    assert not _callbacks._workers
+    deadline = time.monotonic() + 20
+    while not finished.query():
+        assert time.monotonic() < deadline, "the stream waits for a callback that nobody runs"
+        time.sleep(0.01)
+    for result, host in zip(results, hosts, strict=True):
+        close(result, expected(*host))
+
+
+def test_no_thread_where_host_functions_do(experts):
+    _callbacks.stop_workers()
+    layer(experts, *(tensor.npu() for tensor in inputs()))
+    assert not _callbacks._workers
+
+
+@pytest.mark.parametrize("broken", ["start", "subscribe"])
+def test_worker_that_does_not_start_degrades(experts, monkeypatch, broken, stream):
+    monkeypatch.setenv("MOE_OPS_NPU_CALLBACKS", "callback")
+    _callbacks.stop_workers()
+    if broken == "start":
+        monkeypatch.setattr(_callbacks.ReportWorker, "start", lambda self: False)
+    else:
+        monkeypatch.setattr(_callbacks.ReportWorker, "subscribe", lambda self, stream: 107011)
+    host, side = inputs(5), torch.npu.Stream()
+    static = [tensor.npu() for tensor in host]
+    torch.npu.synchronize()
+    reason = "could not be started" if broken == "start" else r"cannot be subscribed \(ACL error 107011\)"
+    told = pytest.warns(RuntimeWarning, match=rf"CPU experts run synchronously on this device: .*{reason}")
+    with torch.npu.stream(side), told:
+        close(layer(experts, *static), expected(*host))
+    with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="without host callbacks cannot be captured"):
+        capture(experts, static, stream)
+    _callbacks.stop_workers()
+
+
+@pytest.mark.parametrize("callbacks", ["auto", "callback"])
+def test_external_subscriber(experts, monkeypatch, callbacks):
+    """No thread of ours, no subscription, nothing synchronous; and the stream stays free for the application."""
+    monkeypatch.setenv("MOE_OPS_NPU_CALLBACKS", callbacks)
     monkeypatch.setenv("MOE_OPS_NPU_EXTERNAL_SUBSCRIBER", "1")
-    static, side = [tensor.npu() for tensor in inputs()], torch.npu.Stream()
+    _callbacks.stop_workers()
+    host, side = inputs(), torch.npu.Stream()
+    static = [tensor.npu() for tensor in host]
     torch.npu.synchronize()
     with torch.npu.stream(side), pytest.raises(RuntimeError, match=r"nobody has subscribed to this stream .*107015"):
         layer(experts, *static)
+    torch_npu.npu._subscribe_report(side)
+    try:
+        with torch.npu.stream(side), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="moe_ops")
+            result = layer(experts, *static)
+        side.synchronize()
+        close(result, expected(*host))
+    finally:
+        torch_npu.npu._unsubscribe_report(side)
+    assert not _callbacks._workers
+
+
+def test_worker_stops_before_the_runtime_does():
+    """At exit, also where torch_npu was imported after moe_ops."""
+    program = (
+        "import moe_ops\n"
+        "from tests.npu import device\n"
+        "torch_npu = device.load()\n"
+        "import torch\n"
+        "from moe_ops.npu import _callbacks\n"
+        "from tests.npu import test_cpu_moe as t\n"
+        "shutdown, stop = torch_npu._C._npu_shutdown, _callbacks.ReportWorker.stop\n"
+        "torch_npu._C._npu_shutdown = lambda *a: (print('runtime'), shutdown(*a))\n"
+        "_callbacks.ReportWorker.stop = lambda self: (print('worker'), stop(self))\n"
+        "engine = moe_ops.CpuMoeEngine('exit', threads=1, numa_nodes=0)\n"
+        "experts = engine.add_experts('layer', t.EXPERTS, t.HIDDEN, t.INTER, **t.OPTIONS)\n"
+        "for i in range(t.EXPERTS): experts.load_expert(i, *(w[i] for w in t.WEIGHTS.values()))\n"
+        "t.layer(experts, *(x.npu() for x in t.inputs()))\n"
+    )
+    environment = {**os.environ, "MOE_OPS_NPU_CALLBACKS": "callback", "MOE_OPS_TEST_BACKEND": "npu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(moe_ops.__file__).parents[1], env=environment, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.split() if line in ("worker", "runtime")] == ["worker", "runtime"]
 
 
 @pytest.mark.simulation
