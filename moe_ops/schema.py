@@ -192,9 +192,9 @@ OPS: tuple[Op, ...] = (
     ),
     Op(
         "_sm90_grouped",
-        "(Tensor hidden_states, Tensor row_slot, Tensor tokens_per_expert, Tensor w13, Tensor w13_scale, Tensor w2,"
-        " Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, int[] row_places, bool oai, float limit, float alpha,"
-        " int top_k, bool wide, Tensor(a!) rows) -> ()",
+        "(Tensor hidden_states, Tensor topk_weights, Tensor row_map, Tensor row_slot, Tensor tokens_per_expert,"
+        " Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias,"
+        " int[] row_places, bool oai, float limit, float alpha, bool wide, Tensor(a!) out) -> ()",
         {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
     ),
     Op(

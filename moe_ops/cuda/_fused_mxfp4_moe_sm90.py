@@ -35,7 +35,6 @@ def _grouped(
     out: torch.Tensor,
 ) -> None:
     """Map, both matmuls, weighted sum."""
-    from moe_ops.triton._combine_rows import combine_rows
     from moe_ops.triton._permutation_map import permutation_map
 
     slots, num_experts = ids.numel(), tensors[0].shape[0]
@@ -44,9 +43,9 @@ def _grouped(
     permutation_map(
         ids, row_map, counts, num_rows=slots, row_slot=row_slot, expert_map=expert_map, topk_weights=weights
     )
-    rows = x.new_empty((slots, x.shape[1]), dtype=torch.float32)
-    torch.ops.moe_ops._sm90_grouped.default(x, row_slot, counts, *tensors, *biases, *function, ids.shape[1], wide, rows)
-    combine_rows(rows, row_map, weights, out)
+    torch.ops.moe_ops._sm90_grouped.default(
+        x, weights, row_map, row_slot, counts, *tensors, *biases, *function, wide, out
+    )
 
 
 def run_kernel(kernel: str | None, *args: torch.Tensor, out: torch.Tensor, **options: Any) -> None:

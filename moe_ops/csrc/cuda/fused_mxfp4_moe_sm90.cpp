@@ -119,11 +119,12 @@ void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tens
   STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
 }
 
-// rows: [T * K, H] float32, the unsummed results of the rows that row_slot and tokens_per_expert describe.
-void sm90_grouped(const Tensor& hidden_states, const Tensor& row_slot, const Tensor& tokens_per_expert,
-                  const Tensor& w13, const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale,
-                  std::optional<Tensor> w13_bias, std::optional<Tensor> w2_bias, std::vector<int64_t> row_places,
-                  bool oai, double limit, double alpha, int64_t top_k, bool wide, Tensor rows) {
+// row_map, row_slot and tokens_per_expert: of the permutation map.
+void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const Tensor& row_map,
+                  const Tensor& row_slot, const Tensor& tokens_per_expert, const Tensor& w13, const Tensor& w13_scale,
+                  const Tensor& w2, const Tensor& w2_scale, std::optional<Tensor> w13_bias,
+                  std::optional<Tensor> w2_bias, std::vector<int64_t> row_places, bool oai, double limit, double alpha,
+                  bool wide, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
   cudaStream_t stream = current_stream(hidden_states);
   const int sms = device_traits(hidden_states).multiprocessors;
@@ -136,12 +137,16 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& row_slot, const Ten
   STD_CUDA_CHECK(sm90::list_tiles(static_cast<const int*>(tokens_per_expert.const_data_ptr()),
                                   static_cast<int>(num_experts), most, tile_words, num_tiles, stream));
   const int intermediate = static_cast<int>(w13.size(1) * 8), hidden_size = static_cast<int>(hidden_states.size(1));
-  Tensor hidden = torch::stable::new_empty(hidden_states, {num_slots, intermediate}, ScalarType::BFloat16);
+  const int64_t hidden_blocks = (intermediate + 63) / 64;
+  Tensor hidden = torch::stable::new_empty(hidden_states, {hidden_blocks, num_slots, 64}, ScalarType::BFloat16);
+  Tensor rows = torch::stable::new_empty(hidden_states, {num_slots, hidden_size}, ScalarType::Float);
   sm90::GroupedMatmul m{};
+  m.first = true;
+  m.num_rows = num_slots;
   m.activations = hidden_states.const_data_ptr();
   m.activations_stride = hidden_states.stride(0);
   m.row_slot = static_cast<const int32_t*>(row_slot.const_data_ptr());
-  m.top_k = static_cast<int>(top_k);
+  m.top_k = static_cast<int>(row_map.size(1));
   m.codes = static_cast<const uint8_t*>(w13.const_data_ptr());
   m.scales = static_cast<const uint8_t*>(w13_scale.const_data_ptr());
   m.bias = float_or_null(w13_bias);
@@ -149,7 +154,6 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& row_slot, const Ten
   m.rows_out = 2 * intermediate;
   m.tiles = tile_words;
   m.num_tiles = num_tiles;
-  m.activate = true;
   m.gate_offset = static_cast<int>(row_places.at(0));
   m.up_offset = static_cast<int>(row_places.at(1));
   m.row_step = static_cast<int>(row_places.at(2));
@@ -158,17 +162,19 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& row_slot, const Ten
   m.alpha = static_cast<float>(alpha);
   m.output = hidden.data_ptr();
   STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+  m.first = false;
   m.activations = hidden.const_data_ptr();
-  m.activations_stride = intermediate;
-  m.row_slot = nullptr;
   m.codes = static_cast<const uint8_t*>(w2.const_data_ptr());
   m.scales = static_cast<const uint8_t*>(w2_scale.const_data_ptr());
   m.bias = float_or_null(w2_bias);
   m.k = intermediate;
   m.rows_out = hidden_size;
-  m.activate = false;
   m.output = rows.data_ptr();
   STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+  STD_CUDA_CHECK(
+      sm90::combine(static_cast<const float*>(rows.const_data_ptr()), static_cast<const int*>(row_map.const_data_ptr()),
+                    static_cast<const float*>(topk_weights.const_data_ptr()), static_cast<int>(row_map.size(0)),
+                    m.top_k, hidden_size, num_slots, out.data_ptr(), out_type(out), stream));
 }
 
 }  // namespace

@@ -48,24 +48,32 @@ bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
 
 // Larger batches: one matrix at a time, over rows sorted by expert.
-constexpr int kNarrowTokens = 32, kWideTokens = 128;  // most tokens of a tile
+constexpr int kNarrowTokens = 64, kWideTokens = 152;  // most tokens of a tile
 struct GroupedMatmul {
-  const void* activations;     // bf16 rows, 16-byte aligned
-  int64_t activations_stride;  // elements
-  const int32_t* row_slot;     // slot of a sorted row, whose token is slot / top_k; null: activations are sorted
+  // First matrix: gathers bf16 rows, 16-byte aligned, multiplies by gate and up pairs, activates; `output` is then
+  // `activations` of the second one, whose output is float32 [num_rows, rows_out]. Between them lies bf16
+  // [ceil(intermediate_size / 64)][num_rows][64], in an order of the kernels' own.
+  bool first;
+  const void* activations;
+  int64_t activations_stride;  // elements, of the first matrix
+  const int32_t* row_slot;     // slot of a sorted row, whose token is slot / top_k; of the first matrix
   int top_k;
+  int64_t num_rows;
   const uint8_t *codes, *scales;
   const float* bias;  // nullable
   int k, rows_out;
-  const void* tiles;  // int4 {expert, first row, rows, 0}
+  const void* tiles;  // int4 {expert, first row, rows, 0}; the same for both matrices
   const int* num_tiles;
-  bool activate;  // rows are gate and up pairs, the output is bf16 [rows, rows_out / 2]; else float32 [rows, rows_out]
   int gate_offset, up_offset, row_step;
   bool oai;
   float limit, alpha;
   void* output;
 };
 cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles, int* num_tiles, cudaStream_t stream);
+// output [num_tokens, width] = sums over k of weights * rows [num_rows, width], in order; row_map and weights are
+// [num_tokens, top_k].
+cudaError_t combine(const float* rows, const int* row_map, const float* weights, int num_tokens, int top_k, int width,
+                    int64_t num_rows, void* output, OutType type, cudaStream_t stream);
 cudaError_t grouped(const GroupedMatmul& matmul, bool wide, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_ops::sm90

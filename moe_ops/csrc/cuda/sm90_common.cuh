@@ -49,6 +49,11 @@ MOE_OPS_DEVICE void bulk_load(uint32_t dst, uint64_t src, uint32_t bytes, uint32
       "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
+MOE_OPS_DEVICE void bulk_load(uint32_t dst, uint64_t src, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
 MOE_OPS_DEVICE uint64_t policy_evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -61,6 +66,11 @@ MOE_OPS_DEVICE void named_barrier(int id, int threads) {
 MOE_OPS_DEVICE uint4 shared_load4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+MOE_OPS_DEVICE uint2 shared_load2(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
 MOE_OPS_DEVICE uint32_t shared_load1(uint32_t address) {

@@ -1,106 +1,78 @@
-// wgmma with weights in registers (64 rows) and tokens in shared memory (N), bf16 in, float32 out.
-// Written by hand for each N: the number of accumulators is part of the instruction.
+// wgmma with weights in registers (64 rows) and tokens in shared memory (N, a multiple of 8), bf16 in, float32 out.
+// The number of accumulators is part of the instruction; they are the first N / 2 of `d`.
 #pragma once
 
 #include "sm90_common.cuh"
 
 namespace moe_ops::sm90 {
 
+MOE_OPS_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MOE_OPS_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+MOE_OPS_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 template <int kTokens>
 struct Wgmma;
 
-template <>
-struct Wgmma<8> {
-  static MOE_OPS_DEVICE void run(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3"
-        "}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<16> {
-  static MOE_OPS_DEVICE void run(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7"
-        "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<32> {
-  static MOE_OPS_DEVICE void run(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<64> {
-  static MOE_OPS_DEVICE void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<96> {
-  static MOE_OPS_DEVICE void run(float (&d)[48], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-        "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<128> {
-  static MOE_OPS_DEVICE void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+// Operand lists for 1, 2, ... groups of 8 tokens.
+#define MOE_OPS_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MOE_OPS_D1 MOE_OPS_D(0)
+#define MOE_OPS_D2 MOE_OPS_D1, MOE_OPS_D(4)
+#define MOE_OPS_D3 MOE_OPS_D2, MOE_OPS_D(8)
+#define MOE_OPS_D4 MOE_OPS_D3, MOE_OPS_D(12)
+#define MOE_OPS_D6 MOE_OPS_D4, MOE_OPS_D(16), MOE_OPS_D(20)
+#define MOE_OPS_D8 MOE_OPS_D6, MOE_OPS_D(24), MOE_OPS_D(28)
+#define MOE_OPS_D9 MOE_OPS_D8, MOE_OPS_D(32)
+#define MOE_OPS_D10 MOE_OPS_D9, MOE_OPS_D(36)
+#define MOE_OPS_D12 MOE_OPS_D10, MOE_OPS_D(40), MOE_OPS_D(44)
+#define MOE_OPS_D14 MOE_OPS_D12, MOE_OPS_D(48), MOE_OPS_D(52)
+#define MOE_OPS_D15 MOE_OPS_D14, MOE_OPS_D(56)
+#define MOE_OPS_D16 MOE_OPS_D15, MOE_OPS_D(60)
+#define MOE_OPS_D17 MOE_OPS_D16, MOE_OPS_D(64)
+#define MOE_OPS_D18 MOE_OPS_D17, MOE_OPS_D(68)
+#define MOE_OPS_D19 MOE_OPS_D18, MOE_OPS_D(72)
+#define MOE_OPS_R1 "%0, %1, %2, %3"
+#define MOE_OPS_R2 MOE_OPS_R1 ", %4, %5, %6, %7"
+#define MOE_OPS_R3 MOE_OPS_R2 ", %8, %9, %10, %11"
+#define MOE_OPS_R4 MOE_OPS_R3 ", %12, %13, %14, %15"
+#define MOE_OPS_R6 MOE_OPS_R4 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define MOE_OPS_R8 MOE_OPS_R6 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOE_OPS_R9 MOE_OPS_R8 ", %32, %33, %34, %35"
+#define MOE_OPS_R10 MOE_OPS_R9 ", %36, %37, %38, %39"
+#define MOE_OPS_R12 MOE_OPS_R10 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define MOE_OPS_R14 MOE_OPS_R12 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MOE_OPS_R15 MOE_OPS_R14 ", %56, %57, %58, %59"
+#define MOE_OPS_R16 MOE_OPS_R15 ", %60, %61, %62, %63"
+#define MOE_OPS_R17 MOE_OPS_R16 ", %64, %65, %66, %67"
+#define MOE_OPS_R18 MOE_OPS_R17 ", %68, %69, %70, %71"
+#define MOE_OPS_R19 MOE_OPS_R18 ", %72, %73, %74, %75"
+#define MOE_OPS_WGMMA(TOKENS, GROUPS, A, B)                                                            \
+  template <>                                                                                          \
+  struct Wgmma<TOKENS> {                                                                               \
+    static_assert(TOKENS == 8 * GROUPS, "groups");                                                     \
+    static MOE_OPS_DEVICE void run(float* d, const uint32_t (&a)[4], uint64_t b) {                     \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32.bf16.bf16 {" MOE_OPS_R##GROUPS \
+                   "}, {" A "}, " B ", 1, 1, 1, 0;"                                                    \
+                   : MOE_OPS_D##GROUPS                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                              \
+    }                                                                                                  \
+  };
+MOE_OPS_WGMMA(8, 1, "%4, %5, %6, %7", "%8")
+MOE_OPS_WGMMA(16, 2, "%8, %9, %10, %11", "%12")
+MOE_OPS_WGMMA(24, 3, "%12, %13, %14, %15", "%16")
+MOE_OPS_WGMMA(32, 4, "%16, %17, %18, %19", "%20")
+MOE_OPS_WGMMA(48, 6, "%24, %25, %26, %27", "%28")
+MOE_OPS_WGMMA(64, 8, "%32, %33, %34, %35", "%36")
+MOE_OPS_WGMMA(72, 9, "%36, %37, %38, %39", "%40")
+MOE_OPS_WGMMA(80, 10, "%40, %41, %42, %43", "%44")
+MOE_OPS_WGMMA(96, 12, "%48, %49, %50, %51", "%52")
+MOE_OPS_WGMMA(112, 14, "%56, %57, %58, %59", "%60")
+MOE_OPS_WGMMA(120, 15, "%60, %61, %62, %63", "%64")
+MOE_OPS_WGMMA(128, 16, "%64, %65, %66, %67", "%68")
+MOE_OPS_WGMMA(136, 17, "%68, %69, %70, %71", "%72")
+MOE_OPS_WGMMA(144, 18, "%72, %73, %74, %75", "%76")
+MOE_OPS_WGMMA(152, 19, "%76, %77, %78, %79", "%80")
 
 }  // namespace moe_ops::sm90
