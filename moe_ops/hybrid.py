@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops._errors import require
+from moe_ops._errors import argument_error, describe, require
 from moe_ops.cpu_experts import EXPERT_TENSORS, CpuExperts
+from moe_ops.cuda import slots
+from moe_ops.cuda.prepare import LAYOUT
 
 OP = "HybridExperts"
+LAYOUTS = ("auto", "checkpoint", LAYOUT)
 _ops = torch.ops.moe_ops
 
 
@@ -30,6 +33,10 @@ class HybridExperts(nn.Module):
         max_deferred: up to this many of a token's CPU slots run one layer late (0 for the model's last layer).
         routed_scaling_factor: multiplied into the router weights, once, for both sides.
         shared_experts: a module on hidden_states whose result is added.
+        weight_layout: of the slots. "auto": "sm90_v1" where the Hopper kernels serve the device, else "checkpoint".
+            Slots in "sm90_v1" take bfloat16 and float16 rows, pass no gradient, and hold no expert with a scale
+            outside 2^-126 to 2; for any of these ask for "checkpoint". Experts are packed when they move in and
+            unpacked when they leave, exactly.
 
     The layers of a model pass deferred work on:
 
@@ -51,6 +58,7 @@ class HybridExperts(nn.Module):
         max_deferred: int = 0,
         routed_scaling_factor: float = 1.0,
         shared_experts: nn.Module | None = None,
+        weight_layout: str = "auto",
     ) -> None:
         super().__init__()
         shared = cpu_experts.shared
@@ -65,8 +73,12 @@ class HybridExperts(nn.Module):
         self.shared_experts = shared_experts
         self._options: dict[str, Any] = {"w13_layout": shared.w13_layout, **shared.options}
         self._residents: list[int] = []  # expert of each slot in use
+        require(weight_layout in LAYOUTS, OP, "weight_layout", "'auto', 'checkpoint' or 'sm90_v1'", repr(weight_layout))
+        if weight_layout == "auto":
+            weight_layout = LAYOUT if slots.slots_reason(torch.device(device)) is None else "checkpoint"
+        self.weight_layout = weight_layout
         rows, hidden, inter = 2 * shared.intermediate_size, shared.hidden_size, shared.intermediate_size
-        shapes = {
+        shapes: dict[str, tuple[int, ...] | None] = {
             "w13": (rows, hidden // 2),
             "w13_scale": (rows, hidden // 32),
             "w2": (hidden, inter // 2),
@@ -74,6 +86,8 @@ class HybridExperts(nn.Module):
             "w13_bias": (rows,) if shared.has_w13_bias else None,
             "w2_bias": (hidden,) if shared.has_w2_bias else None,
         }
+        if weight_layout == LAYOUT:
+            shapes.update(slots.slot_shapes(hidden, inter))
         for name in EXPERT_TENSORS:
             shape = shapes[name] if num_slots else None
             dtype = torch.float32 if name.endswith("bias") else torch.uint8
@@ -99,6 +113,10 @@ class HybridExperts(nn.Module):
 
         Gradients flow through the device experts and the shared experts; the CPU experts pass none.
         """
+        if self.weight_layout == LAYOUT and hidden_states.dtype not in (torch.bfloat16, torch.float16):
+            raise argument_error(
+                OP, "hidden_states", f"bfloat16 or float16 where weight_layout is '{LAYOUT}'", describe(hidden_states)
+            )
         weights = topk_weights.to(torch.float32)
         if self.routed_scaling_factor != 1.0:
             weights = weights * self.routed_scaling_factor
@@ -120,6 +138,7 @@ class HybridExperts(nn.Module):
                 w2_bias=self.w2_bias,
                 expert_map=self.expert_map,
                 out_dtype=torch.float32,
+                weight_layout=self.weight_layout,
                 after=ticket,
                 **self._options,
             )
@@ -152,6 +171,8 @@ class HybridExperts(nn.Module):
         self._wait()
         leaving = [expert for expert in self._residents if expert not in wanted]
         arriving = [expert for expert in wanted if expert not in self._residents]
+        for expert in arriving if self.weight_layout == LAYOUT else ():  # before anything is changed
+            self._check_fits(expert, self.cpu_experts.read_expert(expert))
         with torch.no_grad():
             # Pairwise, so that the host needs room for one more expert at most.
             while leaving or arriving:
@@ -164,6 +185,8 @@ class HybridExperts(nn.Module):
     def load_resident(self, expert: int, **tensors: Tensor) -> None:
         """Load an expert that is not in the engine straight into a free slot (at start-up)."""
         require(len(self._residents) < self.num_slots, OP, "expert", "loaded while a slot is free", str(expert))
+        if self.weight_layout == LAYOUT:
+            self._check_fits(expert, tensors)
         with torch.no_grad():
             self._fill(expert, tensors)
 
@@ -172,8 +195,16 @@ class HybridExperts(nn.Module):
             torch.accelerator.synchronize(self.expert_map.device)
         self.cpu_experts.engine.wait_idle()
 
+    def _check_fits(self, expert: int, tensors: dict[str, Tensor]) -> None:
+        reason = slots.expert_reason(tensors)
+        if reason is not None:
+            layouts = f"representable in weight_layout '{LAYOUT}' ('checkpoint' holds every expert)"
+            raise argument_error(OP, "experts", layouts, f"{expert}: {reason}")
+
     def _fill(self, expert: int, tensors: dict[str, Tensor]) -> None:
         slot = len(self._residents)
+        if self.weight_layout == LAYOUT:
+            tensors = tensors | slots.pack_expert(tensors, self._options["w13_layout"], self.expert_map.device)
         for name in EXPERT_TENSORS:
             buffer = getattr(self, name)
             if buffer is not None:
@@ -188,7 +219,10 @@ class HybridExperts(nn.Module):
     def _evict(self, expert: int) -> None:
         slot = self._residents.index(expert)
         buffers = {name: getattr(self, name) for name in EXPERT_TENSORS if getattr(self, name) is not None}
-        self.cpu_experts.load_expert(expert, **{name: buffer[slot].cpu() for name, buffer in buffers.items()})
+        tensors = {name: buffer[slot] for name, buffer in buffers.items()}
+        if self.weight_layout == LAYOUT:
+            tensors |= slots.unpack_expert(tensors, self._options["w13_layout"])
+        self.cpu_experts.load_expert(expert, **{name: tensor.cpu() for name, tensor in tensors.items()})
         self.expert_map[expert] = -1
         # The last slot in use closes the gap.
         last = len(self._residents) - 1

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops.cuda import prepare_sm90
 from tests.engine.support import E, H, I, add_layer, make_batch, new_engine
-from tests.support import assert_close, make_experts
+from tests.support import assert_close, assert_same, make_experts
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,49 @@ def test_residents_change_between_steps(engine):
         batch = make_batch(5, seed=step)
         close(layer(*batch)[0], all_on_device(batch))
     assert [layer.w13.data_ptr(), layer.w2_scale.data_ptr(), layer.expert_map.data_ptr()] == addresses
+
+
+@pytest.mark.parametrize("w13_layout", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize(("hidden", "inter"), [(64, 32), (160, 96), (256, 128)])
+def test_packed_slots_hold_the_same_bytes(engine, w13_layout, hidden, inter):
+    """Slots in the Hopper kernels' layout: experts go in and come out bit by bit, and addresses stay."""
+    raw = make_experts(E, inter, hidden, seed=3)
+    biases = {"w13_bias": torch.randn(E, 2 * inter), "w2_bias": torch.randn(E, hidden)}
+    name = f"packed-{w13_layout}-{hidden}"
+    experts = engine.add_experts(name, E, hidden, inter, w13_layout=w13_layout, w13_bias=True, w2_bias=True)
+    layer = moe_ops.HybridExperts(experts.load(raw | biases), 3, weight_layout="sm90_v1")
+    wanted = prepare_sm90(*(tensor.clone() for tensor in raw.values()), w13_layout=w13_layout)
+    addresses = [layer.w13.data_ptr(), layer.w2.data_ptr(), layer.w13_scale.data_ptr()]
+    for residents in ([0, 1, 2], [2, 4], [5, 1, 3], [], [3, 0]):
+        layer.place(residents)
+        for slot, expert in enumerate(layer.residents()):
+            for buffer, packed in zip((layer.w13, layer.w13_scale, layer.w2, layer.w2_scale), wanted, strict=True):
+                assert_same(buffer[slot], packed[expert])
+            assert_same(layer.w13_bias[slot], biases["w13_bias"][expert])
+    layer.place([])
+    assert [layer.w13.data_ptr(), layer.w2.data_ptr(), layer.w13_scale.data_ptr()] == addresses
+    for expert in range(E):
+        for name, tensor in experts.read_expert(expert).items():
+            assert_same(tensor, (raw | biases)[name][expert])
+
+
+def test_an_expert_that_packed_slots_do_not_hold(engine):
+    """Its scales are outside what the Hopper kernels hold: refused by name, before anything moves."""
+    raw = make_experts(E, I, H)
+    raw["w2_scale"][4, 0, 0] = 200
+    experts = engine.add_experts("extreme", E, H, I, w13_layout="gate_up").load(raw)
+    layer = moe_ops.HybridExperts(experts, 2, weight_layout="sm90_v1")
+    layer.place([0])
+    with pytest.raises(ValueError, match=r"experts must be representable .*, got 4: 1 scales of w2_scale are outside"):
+        layer.place([1, 4])
+    assert layer.residents() == [0]
+    assert experts.loaded().tolist() == [expert != 0 for expert in range(E)]
+    with pytest.raises(ValueError, match="hidden_states must be bfloat16 or float16 where weight_layout is 'sm90_v1'"):
+        layer(*make_batch(2))
+    plain = moe_ops.HybridExperts(add_layer(engine, "plain"), 2)
+    assert plain.weight_layout == "checkpoint"  # here is no Hopper card
+    with pytest.raises(ValueError, match="weight_layout must be 'auto', 'checkpoint' or 'sm90_v1', got 'x86_v1'"):
+        moe_ops.HybridExperts(plain.cpu_experts, 2, weight_layout="x86_v1")
 
 
 def test_what_placement_refuses(engine):
