@@ -26,7 +26,7 @@ ops = torch.ops.moe_ops
 
 # hidden size, intermediate size, experts, top-k
 SHAPE = (2048, 1024, 16, 8)
-TOKENS = (1, 4, 16, 64)
+TOKENS = (1, 16, 64, 256)
 # Length of the device part relative to the CPU experts.
 RATIOS = (0.5, 1.0, 2.0)
 
@@ -74,7 +74,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def time_of(functions: list[Callable[[], object]], device: torch.device, repeats: int = 25) -> list[float]:
+def time_of(functions: list[Callable[[], object]], device: torch.device, repeats: int = 15) -> list[float]:
     """Medians in milliseconds. The functions take turns, so that a drift of the machine touches all of them."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 3):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -102,12 +103,41 @@ def _moe(device: torch.device) -> list[Sample]:
     ]
 
 
+_engines: list[moe_ops.CpuMoeEngine] = []
+_users = 0
+
+
+@contextmanager
+def repeatable_tickets() -> Iterator[None]:
+    """Inside, tickets of the sample calls are constants, so that opcheck can call the ops several times and compare.
+
+    Not at other times: as long as an engine of the process has such tickets, those of CUDA streams come from the host.
+    """
+    global _users
+    _users += 1
+    _set_repeatable()
+    try:
+        yield
+    finally:
+        for engine in _engines:
+            if not engine.name.startswith("samples-cpu"):
+                torch.accelerator.synchronize()
+            engine.wait_idle()
+        _users -= 1
+        _set_repeatable()
+
+
+def _set_repeatable() -> None:
+    for engine in _engines:
+        torch.ops.moe_ops._engine_set_repeatable(engine._id, _users > 0)
+
+
 @cache
 def _cpu_experts(device: torch.device, name: str) -> moe_ops.CpuExperts:
-    """Experts whose tickets are constants, so that opcheck can call the ops several times and compare."""
     engine = moe_ops.CpuMoeEngine(f"samples-{device.type}-{name}")
     experts = engine.add_experts("layer", E, H, I, w13_layout="gate_up").load(make_experts(E, I, H)).to(device)
-    torch.ops.moe_ops._engine_set_repeatable(engine._id, True)
+    _engines.append(engine)
+    _set_repeatable()
     return experts
 
 
@@ -135,4 +165,5 @@ MAKERS: list[Callable[[torch.device], list[Sample]]] = [_permute, _unpermute, _m
 
 
 def samples(device: torch.device) -> list[Sample]:
-    return [sample for make in MAKERS for sample in make(device)]
+    with repeatable_tickets():
+        return [sample for make in MAKERS for sample in make(device)]

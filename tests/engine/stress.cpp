@@ -1,6 +1,7 @@
 // Stress of the engine without torch, for ThreadSanitizer and AddressSanitizer: random submits, syncs, cancels,
 // shutdowns, injected failures, and simulated device streams with captured graphs. Every result is checked. Usage:
 // stress SECONDS SEED; prints its counts, exit status 0 if all is well.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -263,7 +264,7 @@ void closing_worker(unsigned seed, Clock::time_point end) {
 // Eager calls and replays of graphs on a stream, through the C interface.
 void stream_worker(Model model, unsigned seed, Clock::time_point end) {
   std::mt19937 random(seed);
-  Stream stream;
+  Stream stream, side;
   const int64_t kTokens = 5, kTopK = 3, kLayers = 3;
   const size_t elements = kTokens * model.hidden_size;
   struct Layer {
@@ -273,10 +274,14 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
     Inputs in;
     void* submit;
     void* sync;
+    int64_t first = 0;
+    bool late = false;
   };
   while (Clock::now() < end) {
     bool graph = random() % 2;
     void* arena = graph ? moe_ops_arena_create() : nullptr;
+    // The stream mints the tickets, and the host function of a submit runs beside it.
+    const bool minted = random() % 2;
     std::vector<Layer> layers(kLayers);
     for (auto& layer : layers) {
       layer.handle = model.handle;
@@ -290,6 +295,8 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
           moe_ops_submit_call_create(arena, kTokens, kTopK, model.hidden_size, MOE_OPS_FLOAT32, 1, &layer.handle,
                                      layer.hidden.data(), layer.ids.data(), layer.weights.data(), layer.tickets);
       CHECK(layer.submit, "%s", moe_ops_last_error());
+      layer.first = minted ? moe_ops_submit_call_mint(layer.submit, arena ? nullptr : &stream, nullptr) : 0;
+      CHECK(!minted || layer.first, "no tickets to mint");
       layer.sync =
           moe_ops_sync_call_create(arena, kTokens, model.hidden_size, layer.sync_tickets, 1, layer.output.data());
     };
@@ -299,17 +306,27 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
     for (int round = 0; round < rounds; ++round) {
       for (auto& layer : layers) layer.in = make_inputs(model, kTokens, kTopK, random);
       for (auto& layer : layers) {
+        layer.late = random() % 2;
         stream.push([&] {
           layer.hidden = layer.in.hidden;
           layer.ids = layer.in.ids;
           layer.weights = layer.in.weights;
+          if (!minted) return;
+          const bool any = std::any_of(layer.ids.begin(), layer.ids.end(), [](int64_t id) { return id >= 0; });
+          layer.tickets[0] = layer.first + 2 * round;
+          layer.tickets[1] = any ? layer.tickets[0] + 1 : 0;
+          side.push([&] {
+            if (layer.late) std::this_thread::sleep_for(std::chrono::microseconds(50));
+            moe_ops_submit_call_run(layer.submit);
+          });
         });
-        stream.push([&] { moe_ops_submit_call_run(layer.submit); });
+        if (!minted) stream.push([&] { moe_ops_submit_call_run(layer.submit); });
         stream.push([&] { std::memcpy(layer.sync_tickets, layer.tickets, sizeof(layer.tickets)); });
         if (drop && &layer == &layers.back()) continue;
         stream.push([&] { moe_ops_sync_call_run(layer.sync); });
       }
       stream.synchronize();
+      side.synchronize();
       for (auto& layer : layers) {
         if (drop && &layer == &layers.back()) continue;
         for (size_t i = 0; i < elements; ++i)

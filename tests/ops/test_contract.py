@@ -7,11 +7,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import BACKEND
-from tests.samples import Sample, samples
+from tests.samples import Sample, repeatable_tickets, samples
 
 pytestmark = pytest.mark.skipif(BACKEND in ("reference", "triton-interpret"), reason="about registered ops")
 DEVICE = torch.device(BACKEND if BACKEND in ("cuda", "npu") else "cpu")
 SAMPLES = samples(DEVICE) if BACKEND in ("cpu", "cuda", "npu") else []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def constant_tickets():
+    with repeatable_tickets():
+        yield
 
 
 def call(sample: Sample):

@@ -29,6 +29,25 @@ __device__ float to_float(const void* data, int type, int64_t i) {
   }
 }
 
+__device__ int64_t id_at(const SubmitCopy& c, int64_t i) {
+  const int64_t at = i / c.top_k * c.id_strides[0] + i % c.top_k * c.id_strides[1];
+  return c.wide_ids ? static_cast<const int64_t*>(c.topk_ids)[at]
+                    : int64_t(static_cast<const int32_t*>(c.topk_ids)[at]);
+}
+
+// By one block.
+__device__ void mint_tickets(const SubmitCopy& c) {
+  bool any = false;
+  if (c.may_defer)
+    for (int64_t i = threadIdx.x; i < c.num_tokens * c.top_k && !any; i += blockDim.x) any = id_at(c, i) >= 0;
+  any = __syncthreads_or(any);
+  if (threadIdx.x != 0) return;
+  const unsigned run = c.run ? (*c.run)++ % c.runs : 0;
+  const int64_t ticket = c.first_ticket + 2 * int64_t(run), deferred = any ? ticket + 1 : 0;
+  *c.ticket = c.staged_tickets[0] = ticket;
+  *c.deferred_ticket = c.staged_tickets[1] = deferred;
+}
+
 template <typename Unit>
 __global__ void copy_inputs_kernel(SubmitCopy c) {
   const int64_t start = blockIdx.x * int64_t(blockDim.x) + threadIdx.x, step = gridDim.x * int64_t(blockDim.x);
@@ -40,13 +59,12 @@ __global__ void copy_inputs_kernel(SubmitCopy c) {
   }
   for (int64_t i = start; i < c.num_tokens * c.top_k; i += step) {
     const int64_t row = i / c.top_k, slot = i % c.top_k;
-    const int64_t id = row * c.id_strides[0] + slot * c.id_strides[1];
-    c.staged_ids[i] =
-        c.wide_ids ? static_cast<const int64_t*>(c.topk_ids)[id] : int64_t(static_cast<const int32_t*>(c.topk_ids)[id]);
+    c.staged_ids[i] = id_at(c, i);
     c.staged_weights[i] =
         to_float(c.topk_weights, c.weight_type, row * c.weight_strides[0] + slot * c.weight_strides[1]);
   }
   if (start == 0) *c.staged_handle = c.device_handle ? *c.device_handle : c.handle;
+  if (blockIdx.x == 0 && c.first_ticket != 0) mint_tickets(c);
 }
 
 // volatile: the words were written by the host while this stream waited, or will be read by it.
@@ -88,13 +106,23 @@ __global__ void add_staged_kernel(SyncCopy c) {
   const int64_t start = blockIdx.x * int64_t(blockDim.x) + threadIdx.x, step = gridDim.x * int64_t(blockDim.x);
   if (c.hidden_size % 4 == 0) {  // staged is 64-byte aligned: one 16-byte load over the bus per four elements
     const int64_t quads = c.num_tokens * c.hidden_size / 4;
-    for (int64_t q = start; q < quads; q += step) {
-      const float4 part = __ldcs(reinterpret_cast<const float4*>(c.staged) + q);
-      const int64_t i = q * 4, row = i / c.hidden_size, from = row * c.in_stride + i % c.hidden_size;
-      store(out, i, load(in, from) + part.x);
-      store(out, i + 1, load(in, from + 1) + part.y);
-      store(out, i + 2, load(in, from + 2) + part.z);
-      store(out, i + 3, load(in, from + 3) + part.w);
+    // The bus takes a microsecond to answer: several loads of a thread are under way at once.
+    constexpr int kLoads = 4;
+    for (int64_t first = start; first < quads; first += kLoads * step) {
+      float4 parts[kLoads];
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n)
+        if (first + n * step < quads) parts[n] = __ldcs(reinterpret_cast<const float4*>(c.staged) + first + n * step);
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) {
+        const int64_t i = (first + n * step) * 4;
+        if (i >= quads * 4) break;
+        const int64_t row = i / c.hidden_size, from = row * c.in_stride + i % c.hidden_size;
+        store(out, i, load(in, from) + parts[n].x);
+        store(out, i + 1, load(in, from + 1) + parts[n].y);
+        store(out, i + 2, load(in, from + 2) + parts[n].z);
+        store(out, i + 3, load(in, from + 3) + parts[n].w);
+      }
     }
   } else {
     for (int64_t i = start; i < c.num_tokens * c.hidden_size; i += step)

@@ -22,7 +22,15 @@ struct SubmitCopy {
   int64_t weight_strides[2];
   const int64_t* device_handle;  // null: handle is used
   int64_t handle;
+  // Tickets. With first_ticket, the kernel mints them: first_ticket + 2 n and the one after it, where n is what *run
+  // counts (null: 0), modulo `runs`. The deferred one is 0 without may_defer, and where no id is >= 0.
+  int64_t first_ticket;
+  unsigned* run;
+  unsigned runs;
+  bool may_defer;
+  int64_t *ticket, *deferred_ticket;
   // staging
+  int64_t* staged_tickets;
   int64_t* staged_handle;
   char* staged_hidden_states;
   int64_t* staged_ids;
@@ -30,7 +38,8 @@ struct SubmitCopy {
 };
 void copy_inputs(const SubmitCopy& copy, cudaStream_t stream);
 
-// After the host function of submit: staged {ticket, deferred} to the two ticket tensors; then *done = 1.
+// Where the host function of submit mints the tickets, after it: staged {ticket, deferred} to the two ticket tensors;
+// then *done = 1.
 void copy_tickets_out(const int64_t* staged, int64_t* ticket, int64_t* deferred, int64_t* done, cudaStream_t stream);
 
 // Before the host function of sync: the tickets to staging; deferred may be null.

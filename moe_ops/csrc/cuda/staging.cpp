@@ -17,17 +17,7 @@ namespace {
 
 constexpr int64_t kSmallestSlot = 64 << 10;
 constexpr int kEagerSlots = 64;  // of a kind, in flight outside captures
-constexpr int kArrivalsPerPage = 1024;
-
-// Allocation is legal for this thread although it, or another one, captures.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
+constexpr int kCountersPerPage = 1024;
 
 struct Pool {
   std::vector<Slot*> free, in_flight;
@@ -40,11 +30,7 @@ struct Staging {
   std::mutex mutex;
   std::map<std::pair<int, int>, Pool> pools;  // (device, kind)
   std::map<unsigned long long, CapturedGraph*> graphs;
-  struct Counters {
-    unsigned* page = nullptr;
-    int left = 0;
-  };
-  std::map<int, Counters> counters;  // by device
+  std::map<int, std::vector<unsigned*>> counters, graph_counters;  // unused words by device; the first are all 0
 };
 Staging& staging() {
   static auto* s = new Staging;
@@ -65,25 +51,34 @@ int64_t rounded(int64_t bytes) {
 unsigned* new_counters() {
   unsigned* page = nullptr;
   cudaStream_t stream;
-  STD_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&page), kArrivalsPerPage * sizeof(unsigned)));
+  STD_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&page), kCountersPerPage * sizeof(unsigned)));
   STD_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  STD_CUDA_CHECK(cudaMemsetAsync(page, 0, kArrivalsPerPage * sizeof(unsigned), stream));
+  STD_CUDA_CHECK(cudaMemsetAsync(page, 0, kCountersPerPage * sizeof(unsigned), stream));
   STD_CUDA_CHECK(cudaStreamSynchronize(stream));
   STD_CUDA_CHECK(cudaStreamDestroy(stream));
   return page;
 }
 
+unsigned* counter_locked(int device) {
+  auto& unused = staging().counters[device];
+  if (unused.empty()) {
+    unsigned* page = new_counters();
+    for (int i = 0; i < kCountersPerPage; ++i) unused.push_back(page + i);
+  }
+  unsigned* counter = unused.back();
+  unused.pop_back();
+  return counter;
+}
+
 Slot* new_slot(SlotKind kind, int device, int64_t bytes, Pool& pool) {
   const RelaxedCapture relaxed;
-  auto& counters = staging().counters[device];
-  if (counters.left == 0) counters = {new_counters(), kArrivalsPerPage};
   auto slot = std::make_unique<Slot>();
   slot->kind = kind;
   slot->device = device;
   slot->capacity = bytes;
   STD_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&slot->memory), Slot::kHeader + bytes, cudaHostAllocPortable));
   std::fill_n(slot->words(), Slot::kHeader / sizeof(int64_t), 0);
-  slot->arrivals = counters.page + --counters.left;
+  slot->arrivals = counter_locked(device);
   ++pool.slots;
   pool.bytes += Slot::kHeader + bytes;
   return slot.release();
@@ -123,6 +118,7 @@ void CUDART_CB release_graph(void* pointer) {
   const std::lock_guard<std::mutex> lock(s.mutex);
   for (const auto& stream : graph->streams)
     for (Slot* slot : stream.slots) s.pools[{slot->device, static_cast<int>(slot->kind)}].free.push_back(slot);
+  for (const auto& [device, counter] : graph->counters) s.graph_counters[device].push_back(counter);
   s.graphs.erase(graph->id);
   delete graph;
 }
@@ -181,9 +177,8 @@ Slot* take_slot(SlotKind kind, int device, int64_t bytes, CapturedGraph* graph, 
   std::unique_lock<std::mutex> lock(s.mutex);
   Pool& pool = s.pools[{device, static_cast<int>(kind)}];
   if (graph) {
-    auto entry = std::find_if(graph->streams.begin(), graph->streams.end(),
-                              [&](const CapturedGraph::Stream& e) { return e.stream == stream; });
-    for (Slot* slot : entry->slots)
+    CapturedGraph::Stream& entry = graph->of(stream);
+    for (Slot* slot : entry.slots)
       if (slot->kind == kind && slot->capacity >= bytes) return slot;
     if (pool.warm < bytes)
       throw std::runtime_error(
@@ -192,7 +187,7 @@ Slot* take_slot(SlotKind kind, int device, int64_t bytes, CapturedGraph* graph, 
     reclaim(pool);
     Slot* slot = pop_free(pool, bytes);
     if (!slot) slot = new_slot(kind, device, bytes, pool);
-    entry->slots.push_back(slot);
+    entry.slots.push_back(slot);
     return slot;
   }
   pool.warm = std::max(pool.warm, bytes);
@@ -209,6 +204,23 @@ Slot* take_slot(SlotKind kind, int device, int64_t bytes, CapturedGraph* graph, 
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     lock.lock();
   }
+}
+
+CapturedGraph::Stream& CapturedGraph::of(cudaStream_t stream) {
+  return *std::find_if(streams.begin(), streams.end(), [&](const Stream& entry) { return entry.stream == stream; });
+}
+
+unsigned* take_counter(int device, CapturedGraph* graph) {
+  Staging& s = staging();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  auto& unused = s.graph_counters[device];
+  if (unused.empty()) {
+    const RelaxedCapture relaxed;
+    unused.push_back(counter_locked(device));
+  }
+  graph->counters.emplace_back(device, unused.back());
+  unused.pop_back();
+  return graph->counters.back().second;
 }
 
 void give_back(Slot* slot) { reinterpret_cast<std::atomic<int64_t>*>(slot->done())->store(1); }

@@ -10,9 +10,22 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cuda/launch.h"
+
 namespace moe_ops::cuda {
+
+// Allocation is legal for this thread although it, or another one, captures.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 enum class SlotKind { kSubmit = 0, kSync = 1 };
 
@@ -38,8 +51,11 @@ struct CapturedGraph {
   struct Stream {
     cudaStream_t stream;
     std::vector<Slot*> slots;
+    cudaGraphNode_t beside = nullptr;  // the last host function of beside.h that nothing waits for yet
   };
   std::vector<Stream> streams;
+  std::vector<std::pair<int, unsigned*>> counters;  // device, counter
+  Stream& of(cudaStream_t stream);
 };
 
 // Null where the stream is not capturing. Creates the graph's record, and hands it to the graph, at its first call.
@@ -51,6 +67,9 @@ Slot* take_slot(SlotKind kind, int device, int64_t bytes, CapturedGraph* graph, 
                 const std::string& size);
 // A slot whose launches failed.
 void give_back(Slot* slot);
+
+// A word of device memory that no kernel uses, of any value; it is the graph's while that lives.
+unsigned* take_counter(int device, CapturedGraph* graph);
 
 // {slots, pinned bytes} of a device.
 std::pair<int64_t, int64_t> staging_size(int device);

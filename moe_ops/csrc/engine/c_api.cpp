@@ -38,6 +38,10 @@ struct Submit : Call {
   int64_t* tickets;
   Submission* submission;  // reserved for a one-shot call
   int64_t previous[2];     // tickets of the last replay
+  int64_t first;           // number of the first ticket; 0: minted here
+  int64_t registered;      // the last ticket that has become a job
+  bool running;            // one thread is registering it
+  int64_t* done;
 };
 
 struct Sync : Call {
@@ -67,23 +71,64 @@ Submission* pop_for_replay(Submit& call) noexcept {
   return submission;
 }
 
-// Adds a job's rows to the output, or sets them. NaN where it failed.
-void deliver(int64_t ticket, const Sync& call, bool first) noexcept {
-  Taken taken = take(ticket, call.num_tokens, call.hidden_size);
-  int64_t elements = call.num_tokens * call.hidden_size;
-  if (taken.failed) {
-    // Rows that are wrong must show, even if nobody asks for the error.
-    report_stream_error(taken.job ? engine_of_job(taken.job) : 0, taken.error);
-    for (int64_t i = 0; i < elements; ++i) call.output[i] = std::numeric_limits<float>::quiet_NaN();
-  } else if (first) {
-    if (taken.rows)
-      std::memcpy(call.output, taken.rows, elements * sizeof(float));
-    else
-      std::memset(call.output, 0, elements * sizeof(float));
-  } else if (taken.rows) {
-    for (int64_t i = 0; i < elements; ++i) call.output[i] += taken.rows[i];
+// Copies the staged inputs and enqueues the job.
+void enqueue(Submit& call) noexcept {
+  const Geometry& g = call.geometry;
+  const int64_t begin = now_ns();
+  Submission* submission = call.graph ? pop_for_replay(call) : call.submission;
+  began(submission, begin);
+  if (g.num_tokens > 0) {  // staging of no tokens may be a null pointer
+    const int64_t slots = g.num_tokens * g.top_k;
+    std::memcpy(hidden_states_of(submission), call.hidden_states,
+                g.num_tokens * g.hidden_size * element_size(g.element));
+    std::memcpy(topk_ids_of(submission), call.topk_ids, slots * sizeof(int64_t));
+    std::memcpy(topk_weights_of(submission), call.topk_weights, slots * sizeof(float));
   }
-  if (taken.job) release(taken.job);
+  Tickets tickets{call.tickets[0], call.tickets[1]};
+  tickets = submit(submission, *call.handle, Origin::kStream, call.first ? &tickets : nullptr);
+  call.previous[0] = tickets.ticket;
+  call.previous[1] = tickets.deferred;
+}
+
+// For tickets that the device has minted: makes jobs of the staged ones. Expects that no thread is at it.
+void register_locked(Submit& call, std::unique_lock<std::mutex>& lock) noexcept {
+  State& s = state();
+  call.running = true;
+  lock.unlock();
+  enqueue(call);
+  lock.lock();
+  call.registered = call.tickets[0];
+  call.running = false;
+  if (!call.graph) s.announced.erase(call.first);
+  s.done.notify_all();
+}
+
+// The rows of up to two jobs. Rows that are wrong must show, even if nobody asks for the error: NaN.
+void deliver(const Sync& call) noexcept {
+  Taken taken[2];
+  bool failed = false;
+  for (int i = 0; i < 2; ++i) {
+    if (i == 1 && call.tickets[1] == 0) break;
+    taken[i] = take(call.tickets[i], call.num_tokens, call.hidden_size);
+    if (!taken[i].failed) continue;
+    failed = true;
+    report_stream_error(taken[i].job ? engine_of_job(taken[i].job) : 0, taken[i].error);
+  }
+  const int64_t elements = call.num_tokens * call.hidden_size;
+  const float *first = taken[0].rows, *second = taken[1].rows;
+  if (failed) {
+    for (int64_t i = 0; i < elements; ++i) call.output[i] = std::numeric_limits<float>::quiet_NaN();
+  } else if (first && second) {
+    for (int64_t i = 0; i < elements; ++i) call.output[i] = first[i] + second[i];
+  } else if (first) {
+    std::memcpy(call.output, first, elements * sizeof(float));
+  } else if (second) {
+    for (int64_t i = 0; i < elements; ++i) call.output[i] = 0.0f + second[i];  // -0 becomes 0, as on the CPU
+  } else if (elements > 0) {
+    std::memset(call.output, 0, elements * sizeof(float));
+  }
+  for (Taken& one : taken)
+    if (one.job) release(one.job);
 }
 
 template <class T>
@@ -97,6 +142,37 @@ T* keep(T* call, Graph* graph) {
 }
 
 }  // namespace
+
+Job* find_or_register(int64_t ticket, std::unique_lock<std::mutex>& lock) noexcept {
+  State& s = state();
+  for (;;) {
+    if (Job* job = find_job(ticket)) return job;
+    if ((ticket >> 48) != kTicketMagic) return nullptr;
+    const int64_t number = ticket & 0xFFFFFFFFFFFF;
+    auto entry = s.announced.upper_bound(number);
+    if (entry == s.announced.begin()) return nullptr;
+    --entry;
+    if (number >= entry->first + entry->second.count) return nullptr;
+    auto* call = static_cast<Submit*>(entry->second.call);
+    const bool staged =
+        call->tickets[0] == ticket || call->tickets[1] == ticket;  // else of an earlier replay, or made up
+    if (!call->running && (!staged || call->registered == call->tickets[0])) return nullptr;
+    // Those in front of it on its stream are staged as well; they keep their places in the queue.
+    if (const void* line = entry->second.line) {
+      for (auto other = s.announced.begin(); other != entry; ++other) {
+        if (other->second.line != line) continue;
+        call = static_cast<Submit*>(other->second.call);
+        break;
+      }
+    }
+    if (call->running) {
+      s.done.wait(lock);  // and look again: the call may be gone
+      continue;
+    }
+    register_locked(*call, lock);
+  }
+}
+
 }  // namespace moe_ops::engine
 
 using namespace moe_ops::engine;
@@ -126,6 +202,8 @@ void moe_ops_arena_destroy(void* arena) {
     graph->calls = call->next;
     if (call->kind == Kind::kSubmit) {
       forget_previous(*static_cast<Submit*>(call));
+      std::lock_guard<std::mutex> lock(state().mutex);
+      state().announced.erase(static_cast<Submit*>(call)->first);
       delete static_cast<Submit*>(call);
     } else {
       delete static_cast<Sync*>(call);
@@ -168,6 +246,19 @@ void* moe_ops_submit_call_create(void* arena, int64_t num_tokens, int64_t top_k,
   }
 }
 
+int64_t moe_ops_submit_call_mint(void* pointer, const void* line, int64_t* done) {
+  auto* call = static_cast<Submit*>(static_cast<Call*>(pointer));
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.repeatable_engines > 0) return 0;
+  const int64_t count = call->graph ? 2 * MOE_OPS_TICKET_RUNS : 2;
+  call->first = s.next_ticket;
+  call->done = done;
+  s.next_ticket += count;
+  s.announced[call->first] = {count, line, call};
+  return (kTicketMagic << 48) | call->first;
+}
+
 void* moe_ops_sync_call_create(void* arena, int64_t num_tokens, int64_t hidden_size, const int64_t* tickets,
                                int64_t with_deferred, float* output) {
   try {
@@ -193,32 +284,23 @@ void* moe_ops_sync_call_create(void* arena, int64_t num_tokens, int64_t hidden_s
 
 void moe_ops_submit_call_run(void* pointer) {
   auto& call = *static_cast<Submit*>(static_cast<Call*>(pointer));
-  const Geometry& g = call.geometry;
-  const int64_t begin = now_ns();
-  Submission* submission = call.graph ? pop_for_replay(call) : call.submission;
-  began(submission, begin);
-  if (g.num_tokens > 0) {  // staging of no tokens may be a null pointer
-    const int64_t slots = g.num_tokens * g.top_k;
-    std::memcpy(hidden_states_of(submission), call.hidden_states,
-                g.num_tokens * g.hidden_size * element_size(g.element));
-    std::memcpy(topk_ids_of(submission), call.topk_ids, slots * sizeof(int64_t));
-    std::memcpy(topk_weights_of(submission), call.topk_weights, slots * sizeof(float));
-  }
-  Tickets tickets = submit(submission, *call.handle, Origin::kStream);
-  call.tickets[0] = tickets.ticket;
-  call.tickets[1] = tickets.deferred;
-  if (call.graph) {
-    call.previous[0] = tickets.ticket;
-    call.previous[1] = tickets.deferred;
+  if (call.first) {
+    State& s = state();
+    std::unique_lock<std::mutex> lock(s.mutex);
+    s.done.wait(lock, [&] { return !call.running; });
+    if (call.registered != call.tickets[0]) register_locked(call, lock);
   } else {
-    delete &call;
+    enqueue(call);
+    call.tickets[0] = call.previous[0];
+    call.tickets[1] = call.previous[1];
   }
+  if (call.done) __atomic_store_n(call.done, int64_t{1}, __ATOMIC_RELEASE);
+  if (!call.graph) delete &call;
 }
 
 void moe_ops_sync_call_run(void* pointer) {
   auto& call = *static_cast<Sync*>(static_cast<Call*>(pointer));
-  deliver(call.tickets[0], call, true);
-  if (call.tickets[1] != 0) deliver(call.tickets[1], call, false);
+  deliver(call);
   if (call.graph) return;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
@@ -234,6 +316,10 @@ void moe_ops_call_destroy(void* pointer) {
   if (call->kind == Kind::kSubmit) {
     auto* submit_call = static_cast<Submit*>(call);
     if (submit_call->graph) return;
+    {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      state().announced.erase(submit_call->first);
+    }
     give_back(submit_call->submission);
     delete submit_call;
   } else {

@@ -63,6 +63,17 @@ MOE_OPS_EXPORT void* moe_ops_submit_call_create(void* arena, int64_t num_tokens,
                                                 const void* hidden_states, const int64_t* topk_ids,
                                                 const float* topk_weights, int64_t* tickets);
 
+// Lets the device mint the call's tickets, so that nothing on the stream has to wait for the host function. Returns the
+// first ticket of the call, or 0 where tickets must come from the host (engines with repeatable ones). Run n of the
+// call has the ticket first + 2 n and the deferred one after it; n is taken modulo MOE_OPS_TICKET_RUNS, and is 0 for a
+// one-shot call. Whoever fills the staging memory puts both into `tickets` before any of them can reach a sync, the
+// deferred one as 0 if max_deferred is 0 or no id is >= 0. The host function only reads them; it may run beside what
+// follows on the stream, but staging must not be filled again before it has ended. A sync that comes with a ticket
+// first does its work. *done (may be NULL) becomes 1 when staging is no longer needed. Calls of one `line` (a stream;
+// NULL for calls of an arena) keep their order.
+#define MOE_OPS_TICKET_RUNS (int64_t{1} << 24)
+MOE_OPS_EXPORT int64_t moe_ops_submit_call_mint(void* call, const void* line, int64_t* done);
+
 // tickets: [2]    read by the host function: {ticket, deferred ticket or 0}
 // with_deferred: whether the caller passed a deferred ticket (its value may still be 0)
 // output:  [T, H] written by the host function: this job's rows plus the deferred job's rows; NaN where a job failed

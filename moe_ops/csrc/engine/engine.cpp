@@ -146,7 +146,7 @@ void dispatch(const std::shared_ptr<Engine>& self) {
       job->start_ns = now_ns();
       // The last job of a submission hands its experts back here, so that no callback ever frees weights.
       std::shared_ptr<Experts> experts = job->owner->experts;
-      bool last = job->deferred || !job->owner->later.ticket;
+      bool last = job->deferred || !job->owner->later.ticket || job->owner->later.empty;
       lock.unlock();
       bool ok = run_job(engine, *job);
       lock.lock();
@@ -362,7 +362,9 @@ void wait_idle(int64_t id) {
 
 void set_repeatable(int64_t id, bool on) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  engine_locked(id)->repeatable = on;
+  bool& repeatable = engine_locked(id)->repeatable;
+  state().repeatable_engines += on - repeatable;
+  repeatable = on;
 }
 
 void hold_engine(int64_t id, bool held) {

@@ -135,7 +135,8 @@ struct Tickets {
 };
 // Enqueues. For kHost the caller has checked the handle and the limit (check_submit); a handle that is bad at this
 // point makes a job that fails.
-Tickets submit(Submission*, int64_t handle, Origin) noexcept;
+// With `given`, the tickets are those (deferred 0: nothing may be deferred); else submit mints them.
+Tickets submit(Submission*, int64_t handle, Origin, const Tickets* given = nullptr) noexcept;
 void check_submit(int64_t handle,
                   int64_t hidden_size);  // throws: unknown handle, wrong width, closed, forked, too many outstanding
 

@@ -38,10 +38,10 @@ void reset(Job& job, Submission* owner, bool deferred) {
 
 constexpr int64_t kRepeatable = int64_t{1} << 47;  // numbers that next_ticket never reaches
 
-void mint_locked(Job& job) {
+void mint_locked(Job& job, int64_t given) {
   Engine* engine = job.owner->engine.get();
   int64_t number = 0;
-  if (engine && engine->repeatable) {
+  if (!given && engine && engine->repeatable) {
     number = kRepeatable + 2 * engine->id + job.deferred;
     Job* replaced = find_job((kTicketMagic << 48) | number);
     if (replaced && !replaced->claimed && !replaced->abandoned) {
@@ -49,7 +49,7 @@ void mint_locked(Job& job) {
       forget_locked(replaced);
     }
   }
-  job.ticket = (kTicketMagic << 48) | (number ? number : state().next_ticket++);
+  job.ticket = given ? given : (kTicketMagic << 48) | (number ? number : state().next_ticket++);
   ++job.owner->live_jobs;
   insert_job(&job);
 }
@@ -102,7 +102,7 @@ void check_submit(int64_t handle, int64_t hidden_size) {
                              "CpuMoeEngine.discard_unsynced()");
 }
 
-Tickets submit(Submission* submission, int64_t handle, Origin origin) noexcept {
+Tickets submit(Submission* submission, int64_t handle, Origin origin, const Tickets* given) noexcept {
   State& s = state();
   const Geometry& g = submission->geometry;
   if (submission->submit_ns == 0) submission->submit_ns = now_ns();
@@ -129,32 +129,40 @@ Tickets submit(Submission* submission, int64_t handle, Origin origin) noexcept {
   Split split{false, false};
   if (!failure)
     split = split_deferred(submission->topk_ids, submission->topk_weights, g.num_tokens, g.top_k,
-                           submission->experts->num_experts, g.max_deferred, submission->topk_ids,
-                           submission->deferred_ids);
+                           submission->experts->num_experts, given && !given->deferred ? 0 : g.max_deferred,
+                           submission->topk_ids, submission->deferred_ids);
 
   std::lock_guard<std::mutex> lock(s.mutex);
   Job &now = submission->now, &later = submission->later;
-  mint_locked(now);
-  if (split.any_deferred) mint_locked(later);
+  // The device counts an id past the last expert as work to defer: then the deferred job is one of no work.
+  const bool has_later = split.any_deferred || (given && given->deferred);
+  mint_locked(now, given ? given->ticket : 0);
+  if (has_later) mint_locked(later, given ? given->deferred : 0);
+  if (has_later && !split.any_deferred) {
+    later.state = Job::kDone;
+    later.empty = true;
+  }
   Tickets tickets{now.ticket, later.ticket};
   if (failure) {
     now.state = Job::kFailed;
     std::snprintf(now.error, sizeof(now.error), "%s", failure);
     submission->experts.reset();
     submission->engine.reset();
+    s.done.notify_all();
     return tickets;
   }
   Engine& engine = *submission->engine;
-  engine.stats.submitted += split.any_deferred ? 2 : 1;
+  engine.stats.submitted += has_later ? 2 : 1;
   engine.stats.outstanding += 1;
   engine.stats.bytes_in += g.num_tokens * (g.hidden_size * element_size(g.element) + g.top_k * 12);
-  if (split.any_deferred) {
+  if (has_later) {
     ++engine.stats.deferred;
     ++engine.stats.deferred_untaken;
+    if (later.empty) ++engine.stats.completed;
   }
   if (engine.closed) {
     for (Job* job : {&now, &later}) {
-      if (!job->ticket) continue;
+      if (!job->ticket || job->empty) continue;
       job->state = Job::kFailed;
       std::snprintf(job->error, sizeof(job->error), "the engine is closed");
       ++engine.stats.cancelled;
@@ -197,7 +205,7 @@ Taken take(int64_t ticket, int64_t num_tokens, int64_t hidden_size) noexcept {
   State& s = state();
   Taken taken;
   std::unique_lock<std::mutex> lock(s.mutex);
-  Job* job = find_job(ticket);
+  Job* job = find_or_register(ticket, lock);
   if (!job || job->claimed || job->abandoned) {
     char text[200];
     explain_missing(ticket, text, sizeof(text));
@@ -308,8 +316,8 @@ int64_t discard_unsynced(int64_t id) {
 }
 
 void discard(int64_t ticket) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  Job* job = find_job(ticket);
+  std::unique_lock<std::mutex> lock(state().mutex);
+  Job* job = find_or_register(ticket, lock);
   if (!job || job->claimed || job->abandoned) {
     char text[200];
     explain_missing(ticket, text, sizeof(text));

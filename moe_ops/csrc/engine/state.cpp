@@ -20,6 +20,7 @@ void after_fork_in_child() {
   new (&s.done) std::condition_variable;
   new (&s.released) std::condition_variable;
   s.eager_in_flight = s.syncs_in_flight = 0;
+  s.announced.clear();
   s.mutex.unlock();
 }
 

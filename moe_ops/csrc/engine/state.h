@@ -2,6 +2,7 @@
 #pragma once
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
@@ -82,6 +83,15 @@ struct Engine {
   std::vector<std::vector<float>> partials;  // dispatcher only
 };
 
+// A submit on a stream whose tickets the device mints: the numbers from its key in State::announced on are its own.
+// A job is registered by the host function of its submit, or by whoever comes with a ticket before that has run: the
+// ticket is only there once the inputs are.
+struct Announced {
+  int64_t count;
+  const void* line;  // calls of one line are registered in the order of their numbers; null: in any
+  void* call;        // of c_api.cpp
+};
+
 struct StreamError {
   int64_t engine;
   char text[400];
@@ -98,6 +108,8 @@ struct State {
   std::unordered_map<int64_t, Named> experts;
   int64_t next_engine = 1;
   int64_t next_ticket = 1;
+  std::map<int64_t, Announced> announced;  // by first number
+  int64_t repeatable_engines = 0;
   static constexpr size_t kBuckets = 4096;
   Job* jobs[kBuckets] = {};
   static constexpr int kClasses = 48;
@@ -120,6 +132,7 @@ constexpr int64_t kHandleMagic = 0x4D45;
 
 // All of these expect state().mutex to be held.
 Job* find_job(int64_t ticket);
+Job* find_or_register(int64_t ticket, std::unique_lock<std::mutex>& lock) noexcept;  // lets go of the lock meanwhile
 void insert_job(Job* job);
 void erase_job(Job* job);
 void release_locked(Job* job) noexcept;
