@@ -203,6 +203,19 @@ class CpuExperts(nn.Module):
             layout = getattr(tensors, "w13_layout", self.shared.w13_layout)
             require(layout == self.shared.w13_layout, OP, "w13_layout", repr(self.shared.w13_layout), repr(layout))
             tensors = tensors.tensors()
+        if not callable(tensors):
+            require(
+                isinstance(tensors, Mapping),
+                OP,
+                "tensors",
+                "a mapping, a function or checkpoint weights",
+                type(tensors).__name__,
+            )
+            if physical_to_logical is None:
+                given = tensors["w13"].shape[0]
+                require(
+                    given == count, OP, "tensors", f"{count} experts, or physical_to_logical given", f"{given} experts"
+                )
         for physical, logical in enumerate(source):
             if not wanted[physical]:
                 continue

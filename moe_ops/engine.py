@@ -187,6 +187,7 @@ class CpuMoeEngine:
         name: unique within the engine, such as "layers.3".
         weight_format: "mxfp4" or "bfloat16". The other arguments are those of `fused_mxfp4_moe`.
         """
+        require(num_experts > 0, OP, "num_experts", "at least 1", str(num_experts))
         require(w13_layout in W13_LAYOUTS, OP, "w13_layout", "'gate_up', 'up_gate' or 'interleaved'", repr(w13_layout))
         formats = ("mxfp4", "bfloat16")
         require(weight_format in formats, OP, "weight_format", "'mxfp4' or 'bfloat16'", repr(weight_format))
@@ -239,12 +240,12 @@ class CpuMoeEngine:
         jobs = []
         for row, name in zip(numbers.tolist(), names, strict=True):
             text = bytes(name.tolist()).split(b"\0", 1)[0].decode(errors="replace")
-            jobs.append(Job(text, *row[:-1], deferred=bool(row[-1])))
+            jobs.append(Job(text, *row[:-1], deferred=bool(row[-1])))  # type: ignore[misc]
         return jobs
 
     def export_trace(self, path: str | Path) -> None:
         """Write the trace in the Chrome format that torch.profiler also writes (one row per engine)."""
-        events = [
+        events: list[dict[str, Any]] = [
             {"ph": "X", "name": job.name, "pid": f"engine {self.name}", "tid": "deferred" if job.deferred else "jobs"}
             | {"ts": job.start_ns / 1e3, "dur": (job.end_ns - job.start_ns) / 1e3}
             | {"args": {"tokens": job.num_tokens, "queued_us": (job.start_ns - job.queued_ns) / 1e3}}

@@ -350,7 +350,7 @@ class PreparedExperts:
         )
 
 
-def _sizes(experts: Mxfp4Experts | PreparedExperts) -> str:
+def _sizes(experts: Any) -> str:
     return (
         f"{experts.num_experts} experts, hidden_size={experts.hidden_size}, "
         f"intermediate_size={experts.intermediate_size}"

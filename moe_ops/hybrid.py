@@ -7,7 +7,7 @@ sides' ids are made in stream order: an expert is never counted twice or not at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -150,6 +150,16 @@ class HybridExperts(nn.Module):
         out = _ops.cpu_moe_sync(ticket, out, deferred_ticket=deferred_ticket, out_dtype=dtype)
         return out, deferred
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HybridExperts:
+        before = self.expert_map
+        super()._apply(fn, recurse)
+        # What has come from meta, or through to_empty, may hold anything.
+        if self.expert_map is not before and self.expert_map.device.type != "meta":
+            self.expert_map.fill_(-1)
+            for slot, expert in enumerate(self._residents):
+                self.expert_map[expert] = slot
+        return self
+
     # --- residency: between steps ---
 
     def residents(self) -> list[int]:
@@ -160,7 +170,8 @@ class HybridExperts(nn.Module):
         """Make these experts the device's residents, between two steps; the others live on the CPU.
 
         Slots change in place and host memory is given back expert by expert, so that captured graphs stay valid and no
-        more than two experts exist twice at a time. Waits for the device and the engine.
+        more than two experts exist twice at a time. Waits for the device and the engine. Copies of the layer name the
+        same CPU experts: change the residents of one of them only.
         """
         wanted = [int(expert) for expert in experts]
         count = self.cpu_experts.num_experts
@@ -184,7 +195,12 @@ class HybridExperts(nn.Module):
 
     def load_resident(self, expert: int, **tensors: Tensor) -> None:
         """Load an expert that is not in the engine straight into a free slot (at start-up)."""
+        count = self.cpu_experts.num_experts
+        require(0 <= expert < count, OP, "expert", f"in [0, {count})", str(expert))
+        require(expert not in self._residents, OP, "expert", "none of the residents", str(expert))
         require(len(self._residents) < self.num_slots, OP, "expert", "loaded while a slot is free", str(expert))
+        for name in EXPERT_TENSORS:
+            require(getattr(self, name) is None or name in tensors, OP, name, "a tensor", "None")
         if self.weight_layout == LAYOUT:
             self._check_fits(expert, tensors)
         with torch.no_grad():

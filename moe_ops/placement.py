@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ops._errors import require
+from moe_ops.meta._checks import IDS, check_weights
 
 
 def select_deferred_experts(topk_ids: Tensor, topk_weights: Tensor, max_deferred: int) -> tuple[Tensor, Tensor]:
@@ -14,13 +15,14 @@ def select_deferred_experts(topk_ids: Tensor, topk_weights: Tensor, max_deferred
     Up to max_deferred valid slots of a token, those of lowest weight, are deferred. Of two equal weights the lower slot
     stays immediate; a NaN weight counts as the largest. A token's split does not depend on the other tokens.
 
-    topk_ids:     [T, K] int; a negative id is no expert and stays -1 in both results.
+    topk_ids:     [T, K] int32 or int64; a negative id is no expert and stays -1 in both results.
     topk_weights: [T, K] float.
     Returns (immediate, deferred), both like topk_ids; each valid id is in exactly one of them, the other holds -1.
     """
     op = "select_deferred_experts"
-    require(topk_ids.dim() == 2, op, "topk_ids", "[num_tokens, top_k] int", topk_ids)
-    require(topk_weights.shape == topk_ids.shape, op, "topk_weights", f"{list(topk_ids.shape)} float", topk_weights)
+    ok = topk_ids.dim() == 2 and topk_ids.dtype in IDS
+    require(ok, op, "topk_ids", "[num_tokens, top_k] int32 or int64", topk_ids)
+    check_weights(op, topk_weights, *topk_ids.shape)
     valid = topk_ids >= 0
     weights = topk_weights.to(torch.float32)
     weights = torch.where(torch.isnan(weights), torch.inf, weights)

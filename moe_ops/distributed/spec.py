@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,9 @@ class RouteSpec:
         shared = (*sizes, self.mode, self.tokens, self.distinct_experts)
         object.__setattr__(self, "fingerprint", zlib.crc32(repr(shared).encode()) >> 5)
         object.__setattr__(self, "topology", (self.group, self.ep_rank, *shared))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouteSpec:
+        return self  # immutable, and a process group cannot be copied
 
     @property
     def auto(self) -> bool:

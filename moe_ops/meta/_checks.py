@@ -17,9 +17,8 @@ def check_rows(op: str, argument: str, rows: torch.Tensor, expected: str = "[num
 
 
 def check_ids(op: str, topk_ids: torch.Tensor, num_tokens: int, topk_weights: torch.Tensor | None = None) -> None:
-    given = topk_ids is not None and topk_weights is not None
-    swapped = given and topk_ids.dtype.is_floating_point and not topk_weights.dtype.is_floating_point
-    if swapped:
+    ids_dtype, weights_dtype = (None if t is None else t.dtype for t in (topk_ids, topk_weights))
+    if ids_dtype and weights_dtype and ids_dtype.is_floating_point and not weights_dtype.is_floating_point:
         raise argument_error(
             op,
             "topk_ids",

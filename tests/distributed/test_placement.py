@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ops.distributed import ExpertShards, ReplicaTable, slice_tensor_parallel
+from moe_ops.distributed import ExpertShards, ReplicaTable, RouteSpec, slice_tensor_parallel
 from moe_ops.distributed.placement import first_experts, owners
 from moe_ops.distributed.tensor_parallel import slice_bounds
 from moe_ops.reference.fused_mxfp4_moe import fused_mxfp4_moe as reference
@@ -114,3 +116,8 @@ def test_slices_cut_at_blocks() -> None:
         slice_tensor_parallel(w13, w13_scale, w2, w2, w13_layout="gate_up", tp_rank=0, tp_size=1)
     whole = slice_tensor_parallel(w13, w13_scale, w2, w2_scale, w13_layout="gate_up", tp_rank=0, tp_size=1)
     assert torch.equal(whole.w2, w2) and whole.w2.data_ptr() != w2.data_ptr()
+
+
+def test_a_copied_model_shares_its_spec() -> None:
+    spec = RouteSpec(8, 2, 64)
+    assert copy.deepcopy({"spec": spec})["spec"] is spec

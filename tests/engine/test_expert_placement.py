@@ -67,6 +67,12 @@ def test_no_tokens():
     assert now.shape == later.shape == (0, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_ids_that_cannot_be_minus_one_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"topk_ids must be \[num_tokens, top_k\] int32 or int64"):
+        moe_ops.select_deferred_experts(torch.zeros(2, 3, dtype=dtype), torch.ones(2, 3), 1)
+
+
 def test_masks_by_hand():
     frequencies = torch.tensor([[0.1, 0.5, 0.3, 0.8], [0.2, 0.4, 0.9, 0.1]])
     assert moe_ops.gpu_expert_masks(frequencies, 3).tolist() == [

@@ -198,6 +198,35 @@ def test_residents_that_never_were_on_the_cpu(engine):
         layer.load_resident(3, **{name: tensor[3] for name, tensor in tensors.items()})
 
 
+def test_what_a_resident_must_be(engine):
+    layer = moe_ops.HybridExperts(engine.add_experts("resident", E, H, I, w13_layout="gate_up"), 2)
+    tensors = {name: tensor[1] for name, tensor in make_experts(E, I, H).items()}
+    layer.load_resident(1, **tensors)
+    for expert, given, text in (
+        (1, tensors, "expert must be none of the residents, got 1"),
+        (-1, tensors, rf"expert must be in \[0, {E}\), got -1"),
+        (2, {"w13": tensors["w13"]}, "w13_scale must be a tensor, got None"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            layer.load_resident(expert, **given)
+    assert layer.residents() == [1]
+
+
+def test_made_on_meta(engine):
+    with torch.device("meta"):
+        layer = moe_ops.HybridExperts(add_layer_on_cpu(engine), 2, device="meta")
+    layer.to_empty(device="cpu")
+    layer.place([3, 0])
+    assert layer.expert_map.tolist() == [1, -1, -1, 0, -1, -1]
+    batch = make_batch(9)
+    close(layer(*batch)[0], all_on_device(batch))
+
+
+def add_layer_on_cpu(engine):
+    with torch.device("cpu"):
+        return add_layer(engine, "meta")
+
+
 def test_masks_choose_residents(engine):
     """gpu_expert_masks over layers, and each layer's residents from it."""
     frequencies = torch.tensor([[0.1, 0.5, 0.3, 0.8, 0.0, 0.0], [0.2, 0.4, 0.9, 0.1, 0.0, 0.0]])

@@ -240,6 +240,12 @@ def test_replicas():
             assert_same(layer.read_expert(physical)["w2"], stacked["w2"][logical])
         with pytest.raises(ValueError, match=r"physical_to_logical must be in \[0, 3\), got 3"):
             layer.load(stacked, physical_to_logical=[0, 1, 2, 3])
+        with pytest.raises(ValueError, match=r"tensors must be 4 experts, or physical_to_logical given, got 3 experts"):
+            layer.load(stacked)
+        with pytest.raises(ValueError, match=r"tensors must be a mapping, .* got Tensor"):
+            layer.load(stacked["w13"])
+        with pytest.raises(ValueError, match="num_experts must be at least 1, got -1"):
+            engine.add_experts("negative", -1, H, I, w13_layout="gate_up")
 
 
 @pytest.mark.parametrize("calls", [5000, pytest.param(100_000, marks=pytest.mark.heavy)])
