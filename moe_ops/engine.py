@@ -93,6 +93,12 @@ def is_synchronous() -> bool:
     return _ops._engine_synchronous()
 
 
+def staging(device: int = 0) -> tuple[int, int]:
+    """Pinned memory between a CUDA device and the engines of this process: (slots, bytes)."""
+    slots, size = _ops._engine_staging(device).tolist()
+    return slots, size
+
+
 class CpuMoeEngine:
     """A queue of CPU-expert jobs, a thread that serves it, and a team of threads per NUMA pool.
 

@@ -401,7 +401,7 @@ def resident() -> int:
 
 
 def report(what: str, grown: int, staged: list[int]) -> None:
-    now = ops._engine_staging(0).tolist()
+    now = list(moe_ops.engine.staging())
     print(f"resident memory over {what}: {grown / 1024:+.0f} KiB; staging [slots, bytes] {staged} -> {now}")
 
 
@@ -425,20 +425,20 @@ def test_memory_is_flat(engine, layers):
             del graph, out
 
     eager(3000)
-    before, staged = resident(), ops._engine_staging(0).tolist()
+    before, staged = resident(), list(moe_ops.engine.staging())
     eager(100_000)
     grown = resident() - before
     report("1e5 eager calls", grown, staged)
     assert grown < 2 << 20
-    assert ops._engine_staging(0).tolist()[1] <= max(staged[1], 2 * 64 * ((64 << 10) + 64))
+    assert list(moe_ops.engine.staging())[1] <= max(staged[1], 2 * 64 * ((64 << 10) + 64))
     warm_up(lambda: run(layers, *static, max_deferred=1))
     graphs(20)
-    before, staged = resident(), ops._engine_staging(0).tolist()
+    before, staged = resident(), list(moe_ops.engine.staging())
     graphs(100)
     grown = resident() - before
     report("100 graphs", grown, staged)
     assert grown < 8 << 20
-    assert ops._engine_staging(0).tolist() == staged
+    assert list(moe_ops.engine.staging()) == staged
 
 
 def test_python_threads_and_the_gil(layers):
