@@ -8,11 +8,12 @@ exponents (254) and NaN (255) included, whether or not the vector unit flushes s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_ops.meta.fused_mxfp4_moe import BLOCK
-from moe_ops.npu._device import is_capturing
+from moe_ops.npu._device import is_capturing, on_device, runtime
 
 _BYTES = 256
 _CODES = 16
@@ -21,8 +22,15 @@ _EXPONENT, _HALF = 1 << 23, 1 << 22  # one step of the exponent, and half the ma
 _MAX_EXPONENT = 255
 _NAN_SCALE = 255
 
+
+@dataclass
+class _Table:
+    values: torch.Tensor
+    built: Any  # the event behind its construction, None once it has passed
+
+
 # Kept for ever, except that a table built inside a capture has no values before the replay.
-_tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+_tables: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
 
 def value_bits(device: torch.device | str) -> torch.Tensor:
@@ -55,12 +63,25 @@ def _build_table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    found = _tables.get((device, dtype))
-    if found is None:
-        found = _build_table(device, dtype)
-        if not is_capturing():
-            _tables[device, dtype] = found
-    return found
+    """The table, ready on the current stream; it may have been built on another."""
+    with on_device(device):
+        found = _tables.get((device, dtype))
+        if found is None:
+            values = _build_table(device, dtype)
+            if not is_capturing():
+                event = runtime().Event()
+                event.record()
+                _tables[device, dtype] = _Table(values, event)
+            return values
+        built = found.built
+        if built is not None:
+            if built.query():
+                found.built = None
+            elif is_capturing():  # a capture cannot wait for an event from outside
+                return _build_table(device, dtype)
+            else:
+                built.wait()
+        return found.values
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -139,6 +139,27 @@ def test_first_use_inside_a_capture(stream, monkeypatch):
     assert_close(result, moe_reference(*host), **BFLOAT16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_first_use_on_several_streams(dtype, monkeypatch, stream):
+    """The table of weight values is built on the first stream; the others, and a capture, must not read it before."""
+    monkeypatch.setattr(_weights, "_tables", {})
+    host = routed(9, dtype=dtype)
+    static = on_npu(*host)
+    torch.npu.synchronize()
+    results = []
+    graph = torch.npu.NPUGraph()
+    with slow_device():
+        for side in [torch.npu.Stream() for _ in range(3)]:
+            with torch.npu.stream(side):
+                results.append(moe(*static, *EXPERTS_NPU))
+        with torch.npu.graph(graph, stream=stream):
+            results.append(moe(*static, *EXPERTS_NPU))
+        graph.replay()
+        torch.npu.synchronize()
+    for result in results:
+        assert_close(result, moe_reference(*host), **BFLOAT16)
+
+
 @pytest.mark.simulation
 @pytest.mark.parametrize("name", CALLS)
 def test_the_host_waits_for_nothing(name):
