@@ -1,7 +1,9 @@
 """The two products of an expert over MXFP4 weights, contracted along the packed dimension.
 
-A program computes a tile of rows of one expert by a block of weight rows. Codes of the low nibbles meet the even
-columns of the activations and those of the high nibbles the odd ones, in two products, so that nothing is interleaved.
+A program computes a tile of rows of one expert by a block of weight rows. Where the tensor cores take operands from
+registers, codes of the low nibbles meet the even columns of the activations and those of the high nibbles the odd ones,
+in two products: nothing is interleaved, and the codes reach the registers in the order of the operand. Where they take
+them from shared memory, the decoded weights are written there in their order, for one product.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton.language as tl
 
 from moe_ops.triton._launch import INTERPRETED, kernel, launch, vector_width
 from moe_ops.triton._mxfp4 import decode, even_odd, operand
-from moe_ops.triton._schedule import Schedule
+from moe_ops.triton._schedule import Schedule, TileClass
 
 
 @dataclass(frozen=True)
@@ -42,41 +44,61 @@ def arithmetic(dtype: torch.dtype) -> Arithmetic:
 
 @dataclass(frozen=True)
 class Blocks:
-    """columns: weight rows of a program; depth: elements of the contraction in one step."""
+    """columns: of the result of a program; depth: elements of the contraction in one step; registers: at most, of a
+    thread."""
 
     columns: int
     depth: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-# The whole set of configurations, by bytes of an operand and tile height. Heights of one operand have one depth where
-# bits matter: the order of a sum depends on nothing else here. Measured on an H200, docs/measured.md.
-GATE_UP_BLOCKS = {
-    (2, 16): Blocks(64, 128, 4, 4),
-    (2, 64): Blocks(64, 128, 4, 3),
-    (2, 128): Blocks(64, 128, 8, 3),
-    (4, 16): Blocks(32, 64, 4, 3),
-    (4, 64): Blocks(32, 32, 4, 2),
+# The whole set of configurations, by bytes of an operand, tile height, and whether operands come from registers.
+# Measured on an H200, docs/measured.md; tall tiles with operands from registers by what the compiler spills on sm_80.
+Table = dict[tuple[int, int, bool], Blocks]
+GATE_UP_BLOCKS: Table = {
+    (2, 16, True): Blocks(32, 128, 4, 4),
+    (2, 64, True): Blocks(64, 64, 4, 3),
+    (2, 128, True): Blocks(64, 64, 8, 3),
+    (2, 64, False): Blocks(64, 64, 4, 3, registers=128),
+    (2, 128, False): Blocks(64, 64, 8, 3, registers=128),
+    (4, 16, True): Blocks(32, 64, 4, 3),
+    (4, 64, True): Blocks(32, 32, 4, 2),
 }
-DOWN_BLOCKS = {
-    (2, 16): Blocks(64, 128, 4, 5),
-    (2, 64): Blocks(128, 128, 4, 3),
-    (2, 128): Blocks(128, 128, 8, 3),
-    (4, 16): Blocks(32, 64, 4, 3),
-    (4, 64): Blocks(64, 64, 4, 2),
+DOWN_BLOCKS: Table = {
+    (2, 16, True): Blocks(64, 128, 4, 5),
+    (2, 64, True): Blocks(64, 64, 4, 3),
+    (2, 128, True): Blocks(128, 64, 8, 3),
+    (2, 64, False): Blocks(64, 64, 4, 4),
+    (2, 128, False): Blocks(128, 64, 8, 3, registers=128),
+    (4, 16, True): Blocks(32, 64, 4, 3),
+    (4, 64, True): Blocks(64, 64, 4, 2),
 }
 # The same sums in the same order, for a grid that would leave half of the device idle.
 NARROW_BLOCKS = Blocks(32, 128, 4, 5)
 NARROW_PROGRAMS = 256
 
 
-def choose(blocks: dict[tuple[int, int], Blocks], compute: tl.dtype, rows: int, tiles: int, width: int) -> Blocks:
-    """The configuration for at most `tiles` tiles of `rows` rows by `width` weight rows."""
+def choose(table: Table, compute: tl.dtype, split: bool, tiles: TileClass, width: int) -> Blocks:
+    """The configuration for tiles of one class by `width` weight rows."""
     size = compute.primitive_bitwidth // 8
-    chosen = blocks[size, rows]
-    few = tiles * triton.cdiv(width, chosen.columns) < NARROW_PROGRAMS
-    return NARROW_BLOCKS if few and (size, rows) == (2, 16) else chosen
+    chosen = table[size, tiles.rows, split or size == 4]
+    few = tiles.tiles.shape[0] * triton.cdiv(width, chosen.columns) < NARROW_PROGRAMS
+    return NARROW_BLOCKS if few and (size, tiles.rows) == (2, 16) else chosen
+
+
+def split_products(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether the tensor cores take operands from registers: not Hopper's and the next, for bfloat16 and tall tiles."""
+    if not tensor.is_cuda:
+        return rows < 64  # the interpreter runs both forms
+    shared = torch.cuda.get_device_capability(tensor.device)[0] in (9, 10) and tensor.dtype == torch.bfloat16
+    return rows < 64 or not shared
 
 
 @triton.jit
@@ -96,18 +118,32 @@ def swiglu(gate, up, limit, alpha, shift):
 
 
 @triton.jit
-def weight_tile(
-    codes, scales, row, row_inside, step, groups, ROWS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """(low, high) [ROWS, DEPTH / 2] of weight rows `row`, elements from step * DEPTH on; past the end 0. `groups` is
-    the number of scales in a row."""
-    byte = step * (DEPTH // 2) + tl.arange(0, DEPTH // 2)
+def scale_tile(scales, row, row_inside, step, groups, DEPTH: tl.constexpr):
+    """[ROWS, DEPTH / 32] scales of weight rows `row`, elements from step * DEPTH on; a row has `groups` scales."""
     group = step * (DEPTH // 32) + tl.arange(0, DEPTH // 32)
+    at = scales + row[:, None] * groups + group[None, :]
+    return tl.load(at, mask=row_inside[:, None] & (group < groups)[None, :], other=127)
+
+
+@triton.jit
+def multiply_add(
+    value, codes, scale, row, row_inside, step, groups, total, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """total + value @ weights.T, over elements step * DEPTH on of the ROWS weight rows `row`; past the end 0."""
+    byte = step * (DEPTH // 2) + tl.arange(0, DEPTH // 2)
     at = codes + row[:, None] * (groups * 16) + byte[None, :]
     packed = tl.load(at, mask=row_inside[:, None] & (byte < groups * 16)[None, :], other=0)
-    at = scales + row[:, None] * groups + group[None, :]
-    scale = tl.load(at, mask=row_inside[:, None] & (group < groups)[None, :], other=127)
-    return decode(packed, scale, ROWS, DEPTH // 2, COMPUTE)
+    low, high = decode(packed, scale, ROWS, DEPTH // 2, COMPUTE)
+    value = value.to(COMPUTE)
+    if SPLIT:
+        even, odd = even_odd(value, value.shape[0], DEPTH)
+        total = tl.dot(even, tl.trans(low), total, input_precision=PRECISION)
+        total = tl.dot(odd, tl.trans(high), total, input_precision=PRECISION)
+    else:
+        weights = tl.reshape(tl.join(low, high), (ROWS, DEPTH))
+        total = tl.dot(value, tl.trans(weights), total, input_precision=PRECISION)
+    return total
 
 
 @kernel(
@@ -129,7 +165,7 @@ def _gate_up(
     x, row_slot, tiles, num_tiles, starts, counts, w13, w13_scale, w13_bias, hidden, gate_out, up_out, top_k, groups,
     x_stride_units, intermediate, row_step, gate_first, up_first, limit, alpha, shift, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    TF32: tl.constexpr,
+    TF32: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """hidden[row] = swiglu(x[token] @ gate.T + bias, x[token] @ up.T + bias); with `gate_out`, the two terms
     themselves.
@@ -142,23 +178,31 @@ def _gate_up(
     expert, row, row_inside = tile_rows_of(tiles, tile, starts, counts, BLOCK_M)
     slot = tl.load(row_slot + row, mask=row_inside, other=0)
     x_row = x + (slot // top_k).to(tl.int64)[:, None] * (tl.cast(x_stride_units, tl.int64) * WIDTH)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_inside = column < intermediate
+    # Gate and up of a column are neighbours in one product, so that a thread has both.
+    place = tl.arange(0, 2 * BLOCK_N)
+    weight_column = block * BLOCK_N + place // 2
+    weight_inside = weight_column < intermediate
     first = expert * intermediate * 2
-    gate_row = first + gate_first + column * row_step
-    up_row = first + up_first + column * row_step
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    weight_row = first + tl.where(place % 2 == 0, gate_first, up_first) + weight_column * row_step
+    both = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
+    # Triton makes no load this narrow asynchronous: where the operand's layout does not depend on it, it runs ahead.
+    scale = scale_tile(w13_scale, weight_row, weight_inside, 0, groups, DEPTH)
     for step in range(0, tl.cdiv(groups * 32, DEPTH)):
+        next_scale = scale_tile(w13_scale, weight_row, weight_inside, step + 1, groups, DEPTH)
+        if SPLIT:
+            scale = scale_tile(w13_scale, weight_row, weight_inside, step, groups, DEPTH)
         k = step * DEPTH + tl.arange(0, DEPTH)
         value = tl.load(x_row + k[None, :], mask=row_inside[:, None] & (k < groups * 32)[None, :], other=0.0)
-        even, odd = even_odd(value.to(COMPUTE), BLOCK_M, DEPTH)
-        low, high = weight_tile(w13, w13_scale, gate_row, column_inside, step, groups, BLOCK_N, DEPTH, COMPUTE)
-        gate = tl.dot(even, tl.trans(low), gate, input_precision=PRECISION)
-        gate = tl.dot(odd, tl.trans(high), gate, input_precision=PRECISION)
-        low, high = weight_tile(w13, w13_scale, up_row, column_inside, step, groups, BLOCK_N, DEPTH, COMPUTE)
-        up = tl.dot(even, tl.trans(low), up, input_precision=PRECISION)
-        up = tl.dot(odd, tl.trans(high), up, input_precision=PRECISION)
+        both = multiply_add(
+            value, w13, scale, weight_row, weight_inside, step, groups, both, 2 * BLOCK_N, DEPTH, COMPUTE, PRECISION,
+            SPLIT,
+        )  # fmt: skip
+        scale = next_scale
+    gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_inside = column < intermediate
+    gate_row = first + gate_first + column * row_step
+    up_row = first + up_first + column * row_step
     if w13_bias is not None:
         gate += tl.load(w13_bias + gate_row, mask=column_inside, other=0.0).to(tl.float32)[None, :]
         up += tl.load(w13_bias + up_row, mask=column_inside, other=0.0).to(tl.float32)[None, :]
@@ -175,7 +219,7 @@ def _gate_up(
 @kernel(sizes=["groups", "hidden_size"], indices=["tiles", "num_tiles", "starts", "counts", "w2_bias"])
 def _down(
     hidden, tiles, num_tiles, starts, counts, w2, w2_scale, w2_bias, out, groups, hidden_size, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out[row] = hidden[row] @ w2.T + bias, float32. `groups` is intermediate_size / 32."""
     blocks = tl.cdiv(hidden_size, BLOCK_N)
@@ -188,13 +232,17 @@ def _down(
     weight_row = expert * hidden_size + column
     in_row = hidden + row.to(tl.int64)[:, None] * (groups * 32)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    scale = scale_tile(w2_scale, weight_row, column_inside, 0, groups, DEPTH)
     for step in range(0, tl.cdiv(groups * 32, DEPTH)):
+        next_scale = scale_tile(w2_scale, weight_row, column_inside, step + 1, groups, DEPTH)
+        if SPLIT:
+            scale = scale_tile(w2_scale, weight_row, column_inside, step, groups, DEPTH)
         k = step * DEPTH + tl.arange(0, DEPTH)
         value = tl.load(in_row + k[None, :], mask=row_inside[:, None] & (k < groups * 32)[None, :], other=0.0)
-        even, odd = even_odd(value.to(COMPUTE), BLOCK_M, DEPTH)
-        low, high = weight_tile(w2, w2_scale, weight_row, column_inside, step, groups, BLOCK_N, DEPTH, COMPUTE)
-        total = tl.dot(even, tl.trans(low), total, input_precision=PRECISION)
-        total = tl.dot(odd, tl.trans(high), total, input_precision=PRECISION)
+        total = multiply_add(
+            value, w2, scale, weight_row, column_inside, step, groups, total, BLOCK_N, DEPTH, COMPUTE, PRECISION, SPLIT
+        )  # fmt: skip
+        scale = next_scale
     if w2_bias is not None:
         total += tl.load(w2_bias + weight_row, mask=column_inside, other=0.0).to(tl.float32)[None, :]
     at = row.to(tl.int64)[:, None] * hidden_size + column[None, :]
@@ -241,14 +289,15 @@ def gate_up(
     intermediate, groups = w13.shape[1] // 2, w13_scale.shape[2]
     unit = vector_width(x)
     for tiles in schedule.classes:
-        blocks = choose(GATE_UP_BLOCKS, numbers.compute, tiles.rows, tiles.tiles.shape[0], intermediate)
+        split = split_products(x, tiles.rows)
+        blocks = choose(GATE_UP_BLOCKS, numbers.compute, split, tiles, intermediate)
         grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
         launch(
             _gate_up, grid, x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13,
             w13_scale, w13_bias, *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step,
             order.gate, order.up, activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
             BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute, PRECISION=numbers.precision,
-            TF32=numbers.tf32, num_warps=blocks.warps, num_stages=blocks.stages,
+            TF32=numbers.tf32, SPLIT=split, **blocks.options,
         )  # fmt: skip
 
 
@@ -264,10 +313,12 @@ def down(
     """out: [slots, H] float32; rows without a tile are not written."""
     hidden_size, groups = w2.shape[1], w2_scale.shape[2]
     for tiles in schedule.classes:
-        blocks = choose(DOWN_BLOCKS, numbers.compute, tiles.rows, tiles.tiles.shape[0], hidden_size)
+        split = split_products(hidden, tiles.rows)
+        blocks = choose(DOWN_BLOCKS, numbers.compute, split, tiles, hidden_size)
         grid = (tiles.tiles.shape[0] * triton.cdiv(hidden_size, blocks.columns),)
         launch(
             _down, grid, hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w2, w2_scale, w2_bias,
             out, groups, hidden_size, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth,
-            COMPUTE=numbers.compute, PRECISION=numbers.precision, num_warps=blocks.warps, num_stages=blocks.stages,
+            COMPUTE=numbers.compute, PRECISION=numbers.precision,
+            SPLIT=split, **blocks.options,
         )  # fmt: skip

@@ -15,8 +15,8 @@ from moe_ops.triton._launch import kernel, launch, native
 BLOCK_SLOTS = 128
 BLOCK_BUCKETS = 128
 BLOCK_SCAN = 1024
-# The native kernel counts in shared memory, at least one warp's counters a block.
-MAX_NATIVE_EXPERTS = 4_000
+# The native kernel counts in shared memory, eight warps a block, on every device in use.
+MAX_NATIVE_EXPERTS = 1_400
 
 
 @kernel(

@@ -1,8 +1,8 @@
 """Which rows of the expert-major order a matmul program computes: tiles of rows of one expert.
 
-Experts are sorted into classes by their number of routed rows, each with a tile height of its own, on the device: what
-a row goes through depends on the rows that its expert has, not on the batch around it, and nothing is read on the
-host.
+An expert has as many of the tallest tiles as its routed rows fill; what is left goes into one tile of the lowest class
+that holds it. The device decides: what a row goes through depends on the rows that its expert has, not on the batch
+around it, and nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from moe_ops.triton._launch import kernel, launch
 from moe_ops.triton._permutation_map import permutation_map
 
 INT32_MAX = 2**31 - 1
-# Tile heights, and the most routed rows of an expert that uses each of them.
+# Tile heights, and the most rows that are left of an expert for each of them.
 TILE_ROWS = (16, 64, 128)
 MOST_ROWS = (16, 64, INT32_MAX)
 # One height for all: a row's bits then depend on nothing but the row.
@@ -51,17 +50,16 @@ class Schedule:
 
 
 @kernel(
-    sizes=["num_experts", "capacity", "most_0", "most_1", "rows_0", "rows_1", "rows_2"],
+    sizes=["num_experts", "capacity", "tallest", "tall", "most_0", "most_1"],
     indices=["counts", "starts", "tiles", "num_tiles"],
 )
 def _list_tiles(
-    counts, starts, tiles, num_tiles, num_experts, capacity, most_0, most_1, rows_0, rows_1, rows_2, BLOCK: tl.constexpr
+    counts, starts, tiles, num_tiles, num_experts, capacity, tallest, tall, most_0, most_1, BLOCK: tl.constexpr
 ):
-    """A program per class."""
+    """A program per class. Class `tallest` has tiles of `tall` rows."""
     which = tl.program_id(0)
     least = tl.where(which == 0, 1, tl.where(which == 1, most_0 + 1, most_1 + 1))
     most = tl.where(which == 0, most_0, tl.where(which == 1, most_1, 2147483647))
-    height = tl.where(which == 0, rows_0, tl.where(which == 1, rows_1, rows_2))
     row_carry = tl.zeros((1,), dtype=tl.int32)
     tile_carry = tl.zeros((1,), dtype=tl.int32)
     for first in range(0, num_experts, BLOCK):
@@ -70,20 +68,22 @@ def _list_tiles(
         start = row_carry + tl.cumsum(count, axis=0) - count
         row_carry += tl.sum(count, axis=0)
         tl.store(starts + expert, start, mask=expert < num_experts * (which == 0).to(tl.int32))
-        mine = (count >= least) & (count <= most)
-        number = tl.where(mine, (count + height - 1) // height, 0)
+        full = count // tall
+        left = count - full * tall
+        skipped = tl.where(which == tallest, 0, full)
+        number = full - skipped + ((left >= least) & (left <= most)).to(tl.int32)
         at = which * capacity + tile_carry + tl.cumsum(number, axis=0) - number
         tile_carry += tl.sum(number, axis=0)
         for i in range(tl.max(number, axis=0)):
             tl.store(tiles + (at + i) * 2, expert, mask=i < number)
-            tl.store(tiles + (at + i) * 2 + 1, start + i * height, mask=i < number)
+            tl.store(tiles + (at + i) * 2 + 1, start + (skipped + i) * tall, mask=i < number)
     tl.store(num_tiles + which + tl.arange(0, 1), tile_carry)
 
 
-def _capacity(num_slots: int, num_experts: int, least: int, most: int, height: int) -> int:
-    """The most tiles that a class can have."""
-    experts = min(num_experts, num_slots // least)
-    return min(experts + num_slots // height, experts * triton.cdiv(min(most, num_slots), height))
+def _capacity(num_slots: int, num_experts: int, least: int, height: int, tallest: bool) -> int:
+    """The most tiles that a class can have, of at least `least` rows each."""
+    tiles = min(num_experts, num_slots // least)
+    return min(num_experts + num_slots // height, num_slots // least) if tallest else tiles
 
 
 def make_schedule(
@@ -115,15 +115,15 @@ def make_schedule(
     if not batch_invariant:
         heights, bounds = tile_rows, (*MOST_ROWS[: len(tile_rows) - 1], INT32_MAX)
     least = [1, *(bound + 1 for bound in bounds[:-1])]
-    capacities = [_capacity(num_slots, num_experts, *limits) for limits in zip(least, bounds, heights, strict=True)]
+    last = len(heights) - 1
+    capacities = [_capacity(num_slots, num_experts, least[i], heights[i], i == last) for i in range(last + 1)]
     # An expert has at most as many rows as there are slots: the classes above need no launch.
     used = sum(capacity > 0 for capacity in capacities)
     capacity = max(capacities)
     tiles, num_tiles = row_map.new_empty((used, capacity, 2)), row_map.new_empty((used,))
-    padded_heights = [*heights, *(heights[-1:] * 3)][:3]
     launch(
-        _list_tiles, (used,), counts, starts, tiles, num_tiles, num_experts, capacity, *[*bounds, INT32_MAX][:2],
-        *padded_heights, BLOCK=BLOCK_EXPERTS,
+        _list_tiles, (used,), counts, starts, tiles, num_tiles, num_experts, capacity, last, heights[last],
+        *[*bounds, INT32_MAX][:2], BLOCK=BLOCK_EXPERTS,
     )  # fmt: skip
     classes = tuple(TileClass(heights[i], tiles[i, : capacities[i]], num_tiles[i : i + 1]) for i in range(used))
     return Schedule(topk_ids.shape[1], row_map, row_slot, starts, counts, classes)

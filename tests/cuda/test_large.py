@@ -6,15 +6,24 @@ import pytest
 import torch
 
 from moe_ops import reference
+from moe_ops.triton._permutation_map import permutation_map
 from tests.support import assert_same, make_routing
 
 CUDA = torch.device("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 
+# On both sides of every change of the native map's form; 60,000 experts are for the Triton kernels.
+MAPS = [
+    (slots, experts)
+    for slots in [(1, 1), (64, 8), (65, 8), (512, 8), (1024, 8), (1025, 8), (2048, 8), (4001, 3), (4001, 8), (40000, 8)]
+    for experts in (1, 3, 128, 256, 384, 1400, 60_000)
+    if experts < 60_000 or slots in [(1, 1), (1024, 8), (4001, 8)]
+]
+
+
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("experts", [1, 3, 128, 256, 384, 1500, 6000, 60_000])
-@pytest.mark.parametrize("slots", [(1, 1), (4, 8), (128, 8), (512, 8), (1024, 8), (1025, 8), (4001, 3), (16384, 8)])
+@pytest.mark.parametrize(("slots", "experts"), MAPS)
 def test_map_of_every_size(slots, experts, id_dtype):
     """One block, several, several with a scan between; counters of many experts; Triton past shared memory."""
     tokens, top_k = slots
@@ -24,6 +33,30 @@ def test_map_of_every_size(slots, experts, id_dtype):
     actual = torch.ops.moe_ops.topk_permute(x.to(CUDA), ids.to(CUDA), experts)
     for value, expected in zip(actual, reference.topk_permute(x, ids, experts), strict=True):
         assert_same(value, expected)
+
+
+@pytest.mark.parametrize("tokens", [3, 100, 600, 1000, 1500, 8000, 20_000])
+def test_map_with_weights_and_an_expert_map(tokens):
+    """Slots of weight 0 and experts of others count as slots without an expert; the slot of every row."""
+    ids, weights = make_routing(tokens, 8, 300, invalid=0.2)
+    weights[::3, 2] = 0.0
+    local = torch.arange(300, dtype=torch.int32) // 2
+    local[::5] = -1
+    known = (ids >= 0) & (ids < 300) & (weights != 0)
+    kept = torch.where(known, local[ids.clamp(0, 299)].to(ids.dtype), -1)
+    expected = reference.topk_permute(torch.zeros(tokens, 1), kept, 150)
+    row_map = torch.empty(tokens, 8, dtype=torch.int32, device=CUDA)
+    counts, row_slot = (torch.empty(n, dtype=torch.int32, device=CUDA) for n in (150, tokens * 8))
+    permutation_map(
+        ids.to(CUDA), row_map, counts, num_rows=tokens * 8, row_slot=row_slot, expert_map=local.to(CUDA),
+        topk_weights=weights.to(CUDA),
+    )  # fmt: skip
+    assert_same(row_map, expected[1])
+    assert_same(counts, expected[2])
+    slots = torch.full((tokens * 8,), -1, dtype=torch.int32)
+    routed = expected[1].reshape(-1) >= 0
+    slots[expected[1].reshape(-1)[routed].long()] = torch.arange(tokens * 8, dtype=torch.int32)[routed]
+    assert_same(row_slot, slots)
 
 
 def test_map_of_two_million_slots_with_one_hot_expert():

@@ -30,7 +30,7 @@ def compiles(kernel, signature, constants, capability, blocks=None):
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
-    options = {} if blocks is None else {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    options = {} if blocks is None else blocks.options
     compiled = triton.compile(
         ASTSource(kernel, types, values, aligned), target=GPUTarget("cuda", capability, 32), options=options
     )
@@ -50,7 +50,8 @@ def constants(blocks, rows, dtype):
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 16), (torch.bfloat16, 128), (torch.float16, 64)])
 def test_gate_up(capability, dtype, rows):
     size = 2 if dtype == torch.bfloat16 else 4
-    blocks = _expert_matmul.GATE_UP_BLOCKS[size, rows]
+    split = capability < 90 or rows < 64 or size == 4
+    blocks = _expert_matmul.GATE_UP_BLOCKS[size, rows, split]
     kind = {2: "bf16", 4: "fp16"}[size]
     sizes = ("top_k", "groups", "x_stride_units", "intermediate", "row_step", "gate_first", "up_first")
     signature = {
@@ -59,20 +60,22 @@ def test_gate_up(capability, dtype, rows):
     }  # fmt: skip
     fixed = constants(blocks, rows, dtype) | {
         "w13_bias": None, "gate_out": None, "up_out": None, "WIDTH": 8, "TF32": size == 4,
+        "SPLIT": split,
     }  # fmt: skip
     ptx = compiles(_expert_matmul._gate_up, signature, fixed, capability, blocks)
     assert "mma" in ptx
     assert ("fma.rn.bf16x2" in ptx) == (size == 2)
+    assert split or "wgmma" in ptx
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_down_and_its_gradient(capability):
-    blocks = _expert_matmul.DOWN_BLOCKS[2, 64]
+    blocks = _expert_matmul.DOWN_BLOCKS[2, 64, capability < 90]
     signature = {
         **TILES, "hidden": "*bf16", "w2": "*u8", "w2_scale": "*u8", "w2_bias": "*bf16", "out": "*fp32",
         "groups": INT, "hidden_size": INT,
     }  # fmt: skip
-    fixed = constants(blocks, 64, torch.bfloat16)
+    fixed = constants(blocks, 64, torch.bfloat16) | {"SPLIT": capability < 90}
     assert "mma" in compiles(_expert_matmul._down, signature, fixed, capability, blocks)
     blocks = _expert_gradient.BY_ROWS_BLOCKS[2, 64]
     sizes = ("top_k", "num_weight_rows", "groups", "stride_units")

@@ -97,11 +97,14 @@ def test_tiles_cover_every_routed_row_once(tokens, batch_invariant):
         assert count <= tiles.tiles.shape[0]
         for expert, first in tiles.tiles[:count].tolist():
             rows = int(schedule.counts[expert])
+            start = int(schedule.starts[expert])
+            tallest = schedule.classes[-1].rows if batch_invariant else TILE_ROWS[-1]
+            assert (first - start) % tallest == 0
+            left = start + rows - first
             if not batch_invariant:
                 assert tiles.rows == TILE_ROWS[number]
-                assert rows <= MOST_ROWS[number] and (number == 0 or rows > MOST_ROWS[number - 1])
-            start = int(schedule.starts[expert])
-            assert (first - start) % tiles.rows == 0
+                assert left > (MOST_ROWS[number - 1] if number else 0)
+                assert left <= MOST_ROWS[number]
             covered[first : min(first + tiles.rows, start + rows)] += 1
     assert covered.eq(1).all()
 

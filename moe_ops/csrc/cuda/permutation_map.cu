@@ -1,13 +1,14 @@
 // The permutation map of one batch: where a stable sort by expert puts every slot, and how many slots each expert has.
 //
 // Slots without an expert form a last bucket, so that they get the rows behind the routed ones: those rows are
-// zero-filled. A warp owns consecutive slots. It finds the lanes of equal bucket with one vote per bit of the bucket
-// (the match instruction takes a turn per distinct value) and leaves its counts in shared memory; a prefix over warps
-// and buckets turns counts into rows. What the slots of other blocks contribute, a block counts by itself up to 16,384
-// slots; above, a first kernel leaves the counts of each block. Nothing depends on the order of execution.
+// zero-filled. A warp owns consecutive slots. Its lanes set their bits in a word per bucket in shared memory, whose
+// population is the count and whose lower bits are the rank (nine votes or the match instruction take several times as
+// long); a prefix over warps and buckets turns counts into rows. What the slots of other blocks contribute, a block
+// counts by itself for small batches; for large ones a first kernel
+// leaves the counts of each block. Nothing depends on the order of execution.
 //
-// NOTE: the kernels are short on purpose. At decode sizes fetching their instructions is what they spend most time on:
-// an unrolled form of 17 KB took 5 to 6 us where its work takes 1.5.
+// NOTE: at decode sizes a launch, one load from memory and fetching the instructions are most of the time: the kernel
+// loads everything at its start, and what runs once is not unrolled (a form of 17 KB was slower by 1 to 2 us).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -25,11 +26,9 @@ constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kItems = 4;                 // slots of a lane where a kernel counts in front
-constexpr int64_t kCountedByAll = 16384;  // slots up to which every block counts all of them; fits 16 bits
-constexpr int64_t kScanInPlace = 64;      // up to this many blocks, each adds up the counts in front of it by itself
-constexpr int64_t kStaticShared = 1024;
+constexpr int kItems = 4;  // slots of a lane where a kernel counts in front
 constexpr int kBatch = 8;  // independent loads in flight; warps are counted in multiples of it
+constexpr int kAhead = 4;  // slots of others that a thread loads beside its own
 
 struct MapArguments {
   const void* topk_ids;
@@ -39,7 +38,7 @@ struct MapArguments {
   int32_t num_slots;
   int32_t num_experts;
   int32_t warps;               // that own slots
-  int32_t bucket_bits;         // of the largest bucket number
+  int32_t stride;              // words of a row of counters: E + 1, rounded up to 16 bytes
   int32_t num_rows;            // of the permuted buffer
   int32_t num_row_slots;       // of row_slot
   int32_t* row_map;            // [slots] row, or -1
@@ -51,31 +50,45 @@ struct MapArguments {
   bool scanned;
 };
 
-// A slot past the end is in the bucket behind the last, which nobody counts. kPlain: neither map nor weights.
+// Where a block learns what the slots of other blocks contribute.
+enum class Form {
+  kAlone,    // it counts all slots itself
+  kCounted,  // from count_blocks, launched in front
+};
+
+template <typename Id>
+struct Slot {
+  Id id;
+  float weight;
+};
+
+// kPlain: neither map nor weights.
 template <typename Id, bool kPlain>
-__device__ __forceinline__ int bucket_of(const MapArguments& a, unsigned slot) {
-  if (slot >= static_cast<unsigned>(a.num_slots)) return a.num_experts + 1;
-  int64_t id = static_cast<int64_t>(static_cast<const Id*>(a.topk_ids)[slot]);
-  if (!kPlain) {
-    if (a.expert_map != nullptr) {
-      const bool known = id >= 0 && id < a.expert_map_size;
-      id = known ? static_cast<int64_t>(a.expert_map[known ? id : 0]) : -1;
-    }
-    if (a.topk_weights != nullptr && a.topk_weights[slot] == 0.0f) id = -1;
+__device__ __forceinline__ Slot<Id> load_slot(const MapArguments& a, unsigned slot) {
+  Slot<Id> result = {static_cast<Id>(-1), 1.0f};
+  if (slot < static_cast<unsigned>(a.num_slots)) {
+    result.id = static_cast<const Id*>(a.topk_ids)[slot];
+    if (!kPlain && a.topk_weights != nullptr) result.weight = a.topk_weights[slot];
   }
-  return id >= 0 && id < a.num_experts ? static_cast<int>(id) : a.num_experts;
+  return result;
 }
 
-// Lanes of the same bucket.
-__device__ __forceinline__ unsigned peers_of(int bucket, int bits) {
-  unsigned peers = kAllLanes;
-#pragma unroll 1
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool set = (bucket >> bit) & 1;
-    const unsigned votes = __ballot_sync(kAllLanes, set);
-    peers &= set ? votes : ~votes;
+// Of a slot past the end: the bucket behind the last, which nobody counts.
+template <typename Id, bool kPlain>
+__device__ __forceinline__ unsigned bucket_of(const MapArguments& a, unsigned slot, const Slot<Id>& loaded) {
+  const unsigned experts = static_cast<unsigned>(a.num_experts);
+  if (slot >= static_cast<unsigned>(a.num_slots)) return experts + 1;
+  int64_t id = static_cast<int64_t>(loaded.id);
+  if (kPlain) {
+    const bool narrow = sizeof(Id) == sizeof(int32_t) || static_cast<uint64_t>(id) >> 32 == 0;
+    return narrow ? min(static_cast<unsigned>(id), experts) : experts;
   }
-  return peers;
+  if (a.expert_map != nullptr) {
+    const bool known = id >= 0 && id < a.expert_map_size;
+    id = known ? static_cast<int64_t>(a.expert_map[known ? id : 0]) : -1;
+  }
+  if (loaded.weight == 0.0f) id = -1;
+  return id >= 0 && id < a.num_experts ? static_cast<unsigned>(id) : experts;
 }
 
 __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
@@ -103,26 +116,29 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t
 // Counts of this block's slots per bucket.
 template <typename Id, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads, 1) count_blocks(MapArguments a) {
-  extern __shared__ uint32_t counts[];  // [E + 2]
+  extern __shared__ __align__(16) uint32_t words[];
   release_successor();
-  const int buckets = a.num_experts + 1;
-  const unsigned block_slots = a.warps * kWarp * kItems;
-  const unsigned first = blockIdx.x * block_slots + threadIdx.x;
+  const unsigned buckets = a.num_experts + 1;
   const unsigned owners = a.warps * kWarp;
-  int bucket[kItems];
+  const unsigned first = blockIdx.x * owners * kItems + threadIdx.x;
+  Slot<Id> loaded[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    bucket[i] = threadIdx.x < owners ? bucket_of<Id, kPlain>(a, first + i * owners) : buckets;
+    loaded[i] = load_slot<Id, kPlain>(a, threadIdx.x < owners ? first + i * owners : 0xffffffffu);
   }
 #pragma unroll 1
-  for (int b = threadIdx.x; b <= buckets; b += blockDim.x) counts[b] = 0;
+  for (unsigned b = threadIdx.x; b < buckets; b += blockDim.x) words[b] = 0;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) atomicAdd(&counts[bucket[i]], 1u);
+  for (int i = 0; i < kItems; ++i) {
+    const unsigned slot = threadIdx.x < owners ? first + i * owners : 0xffffffffu;
+    const unsigned bucket = bucket_of<Id, kPlain>(a, slot, loaded[i]);
+    if (bucket < buckets) atomicAdd(&words[bucket], 1u);
+  }
   __syncthreads();
   uint32_t* out = a.block_counts + static_cast<int64_t>(blockIdx.x) * buckets;
 #pragma unroll 1
-  for (int b = threadIdx.x; b < buckets; b += blockDim.x) out[b] = counts[b];
+  for (unsigned b = threadIdx.x; b < buckets; b += blockDim.x) out[b] = words[b];
 }
 
 // For very many blocks: block_counts becomes the rows of a bucket in front of each block, totals the sum.
@@ -148,112 +164,142 @@ __global__ void scan_blocks(MapArguments a, int64_t blocks) {
   a.totals[bucket] = running;
 }
 
-// Shared memory, in words: all [E + 2], the slots of the batch in the high half and those in front of the block in the
-// low half, then the row of a bucket's first slot in this block; counts [warps rounded up, E + 1] of a warp, then the
-// slots of the bucket in the warps before it. kLaneItems is 1 where the block counts all slots itself.
-template <typename Id, bool kPlain, int kLaneItems>
+// Shared memory, in rows of `stride` words, a word per bucket: the row of its first slot in this block; for kAlone, the
+// slots of the batch in the high half and those in front of the block in the low half; counts, a row per warp that owns
+// slots, rounded up to kBatch, later the slots in the warps in front; where a lane has several slots also masks, a row
+// per warp: the lanes of a bucket.
+constexpr int64_t place_rows(Form form, int64_t warps) {
+  const int64_t counters = (warps + kBatch - 1) / kBatch * kBatch;
+  return form == Form::kAlone ? 2 + counters : 1 + 2 * counters;
+}
+
+template <typename Id, bool kPlain, Form kForm>
 __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
-  extern __shared__ uint32_t all[];
+  extern __shared__ __align__(16) uint32_t words[];
   __shared__ uint32_t warp_sums[kMaxWarps];
-  constexpr bool kCounted = kLaneItems > 1;
+  constexpr bool kAlone = kForm == Form::kAlone, kMasks = !kAlone;
+  constexpr int kLaneItems = kAlone ? 1 : kItems;
   release_successor();
-  const int buckets = a.num_experts + 1;
-  uint32_t* counts = all + buckets + 1;
+  const unsigned buckets = a.num_experts + 1;
+  const int stride = a.stride;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const unsigned block_first = blockIdx.x * (a.warps * kWarp * kLaneItems);
   const unsigned first = block_first + warp * (kWarp * kLaneItems) + lane;
-  const int rows_of_counts = (a.warps + kBatch - 1) / kBatch * kBatch;
+  const int counters = (a.warps + kBatch - 1) / kBatch * kBatch;
+  uint32_t* others = words + stride;
+  uint32_t* counts = others + (kAlone ? stride : 0);
+  uint32_t* masks = kMasks ? counts + counters * stride : counts;
 
-  int bucket[kLaneItems];
-  uint32_t rank[kLaneItems];
+  // All loads are in flight while the counters are zeroed.
+  Slot<Id> loaded[kLaneItems], ahead[kAhead];
 #pragma unroll
   for (int i = 0; i < kLaneItems; ++i) {
-    bucket[i] = warp < a.warps ? bucket_of<Id, kPlain>(a, first + i * kWarp) : buckets;
+    loaded[i] = load_slot<Id, kPlain>(a, warp < a.warps ? first + i * kWarp : 0xffffffffu);
   }
+  const bool count_others = kAlone && gridDim.x > 1;
+  if (count_others) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = load_slot<Id, kPlain>(a, threadIdx.x + i * blockDim.x);
+  }
+  uint4* zero = reinterpret_cast<uint4*>(kAlone ? others : counts);
+  const int vectors = (counters * (kMasks ? 2 : 1) + (kAlone ? 1 : 0)) * stride / 4;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (rows_of_counts + 1) * buckets + 1; i += blockDim.x) all[i] = 0;
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) zero[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
-  if (!kCounted) {
-#pragma unroll 1
-    for (unsigned slot = threadIdx.x; slot < static_cast<unsigned>(a.num_slots); slot += 4 * blockDim.x) {
-      int other[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) other[i] = bucket_of<Id, kPlain>(a, slot + i * blockDim.x);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        atomicAdd(&all[other[i]], slot + i * blockDim.x < block_first ? 0x10001u : 0x10000u);
-      }
-    }
-  }
+
+  unsigned bucket[kLaneItems];
+  uint32_t rank[kLaneItems];
   if (warp < a.warps) {
-    uint32_t* mine = counts + warp * buckets;
+    uint32_t* mine = counts + warp * stride;
+    uint32_t* lanes = masks + warp * stride;
 #pragma unroll
     for (int i = 0; i < kLaneItems; ++i) {
-      const unsigned peers = peers_of(bucket[i], a.bucket_bits);
-      const int before = __popc(peers & ((1u << lane) - 1));
+      bucket[i] = bucket_of<Id, kPlain>(a, first + i * kWarp, loaded[i]);
       const bool inside = bucket[i] < buckets;
-      const uint32_t so_far = kCounted && inside ? mine[bucket[i]] : 0;
+      if (inside) atomicOr(&lanes[bucket[i]], 1u << lane);
+      __syncwarp();
+      const unsigned peers = inside ? lanes[bucket[i]] : 0;
+      const uint32_t so_far = kMasks && inside ? mine[bucket[i]] : 0;
+      const int before = __popc(peers & ((1u << lane) - 1));
       rank[i] = so_far + before;
-      if (kCounted) __syncwarp();
-      if (inside && before == 0) mine[bucket[i]] = so_far + __popc(peers);
-      if (kCounted) __syncwarp();
+      __syncwarp();
+      if (inside && before == 0) {
+        if (kMasks) lanes[bucket[i]] = 0;
+        mine[bucket[i]] = so_far + __popc(peers);
+      }
+      if (kMasks) __syncwarp();
+    }
+  }
+  if (count_others) {
+#pragma unroll 1
+    for (unsigned slot = threadIdx.x; slot < static_cast<unsigned>(a.num_slots);) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, slot += blockDim.x) {
+        const unsigned other = bucket_of<Id, kPlain>(a, slot, ahead[i]);
+        if (other < buckets) atomicAdd(&others[other], slot < block_first ? 0x10001u : 0x10000u);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) ahead[i] = load_slot<Id, kPlain>(a, slot + i * blockDim.x);
     }
   }
   __syncthreads();
-  if (kCounted) wait_for_predecessor();
+  if (!kAlone) wait_for_predecessor();
 
   uint32_t carry = 0;  // rows of the buckets in front of this round
 #pragma unroll 1
-  for (int round = 0; round < buckets; round += blockDim.x) {
-    const int b = round + threadIdx.x;
+  for (unsigned round = 0; round < buckets; round += blockDim.x) {
+    const unsigned b = round + threadIdx.x;
     uint32_t in_front = 0, total = 0;
     if (b < buckets) {
-      if (!kCounted) {
-        in_front = all[b] & 0xffffu;
-        total = all[b] >> 16;
-      } else if (a.scanned) {
-        in_front = a.block_counts[static_cast<int64_t>(blockIdx.x) * buckets + b];
-        total = a.totals[b];
-      } else {
-        const uint32_t* column = a.block_counts + b;
-#pragma unroll 4
-        for (unsigned block = 0; block < gridDim.x; ++block, column += buckets) {
-          const uint32_t count = *column;
-          total += count;
-          in_front += block < blockIdx.x ? count : 0;
-        }
-      }
       uint32_t running = 0;
       uint32_t* column = counts + b;
 #pragma unroll 1
       for (int w = 0; w < a.warps; w += kBatch) {
         uint32_t count[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) count[i] = column[i * buckets];
+        for (int i = 0; i < kBatch; ++i) count[i] = column[i * stride];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          column[i * buckets] = running;
+          column[i * stride] = running;
           running += count[i];
         }
-        column += kBatch * buckets;
+        column += kBatch * stride;
       }
-      if (blockIdx.x == 0 && b < a.num_experts) a.tokens_per_expert[b] = static_cast<int32_t>(total);
+      total = running;
+      if (count_others) {
+        in_front = others[b] & 0xffffu;
+        total = others[b] >> 16;
+      }
+      if (!kAlone && a.scanned) {
+        in_front = a.block_counts[static_cast<int64_t>(blockIdx.x) * buckets + b];
+        total = a.totals[b];
+      } else if (!kAlone) {
+        total = 0;
+        const uint32_t* column = a.block_counts + b;
+#pragma unroll 16
+        for (unsigned block = 0; block < gridDim.x; ++block, column += buckets) {
+          const uint32_t count = *column;
+          total += count;
+          in_front += block < blockIdx.x ? count : 0;
+        }
+      }
+      if (blockIdx.x == 0 && b + 1 < buckets) a.tokens_per_expert[b] = static_cast<int32_t>(total);
     }
     uint32_t round_total = 0;
     const uint32_t row = carry + in_front + block_exclusive_sum(total, warp_sums, &round_total);
     carry += round_total;
-    if (b < buckets) all[b] = row;
+    if (b < buckets) words[b] = row;
     __syncthreads();
   }
 
   if (warp < a.warps) {
-    const uint32_t* mine = counts + warp * buckets;
+    const uint32_t* mine = counts + warp * stride;
 #pragma unroll
     for (int i = 0; i < kLaneItems; ++i) {
       if (bucket[i] >= buckets) continue;
       const unsigned slot = first + i * kWarp;
-      const int32_t row = static_cast<int32_t>(all[bucket[i]] + mine[bucket[i]] + rank[i]);
-      const bool routed = bucket[i] < a.num_experts;
+      const int32_t row = static_cast<int32_t>(words[bucket[i]] + mine[bucket[i]] + rank[i]);
+      const bool routed = bucket[i] + 1 < buckets;
       a.row_map[slot] = routed && row < a.num_rows ? row : -1;
       if (a.placement != nullptr) a.placement[slot] = routed ? row : ~row;
       if (a.row_slot != nullptr && row < a.num_row_slots) a.row_slot[row] = routed ? static_cast<int32_t>(slot) : -1;
@@ -261,68 +307,83 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
   }
 }
 
+constexpr int64_t kOneBlock = 512;       // slots up to which one block is enough
+constexpr int64_t kCountedByAll = 8192;  // up to which every block counts all slots; fits 16 bits
+constexpr int64_t kScanInPlace = 64;     // up to this many blocks, each adds up the counts in front of it by itself
+constexpr int64_t kStaticShared = 1024;
+
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
-int64_t place_bytes(int64_t warps, int64_t buckets) {
-  return ((round_up(warps, kBatch) + 1) * buckets + 1) * static_cast<int64_t>(sizeof(uint32_t));
-}
+// Of a launch of place_slots: warps that own slots, in each of the blocks.
+struct Plan {
+  Form form;
+  int64_t warps, blocks;
 
-template <typename Id, bool kPlain>
-void place_counting_all(MapArguments a, int64_t max_warps, const Tensor& on) {
-  const int64_t buckets = static_cast<int64_t>(a.num_experts) + 1;
-  a.warps = static_cast<int32_t>(std::min<int64_t>(max_warps, (a.num_slots + kWarp - 1) / kWarp));
+  int64_t shared_bytes(int64_t stride) const {
+    return place_rows(form, warps) * stride * static_cast<int64_t>(sizeof(uint32_t));
+  }
+};
+
+template <typename Id, bool kPlain, Form kForm>
+void place(MapArguments a, const Plan& plan, const Tensor& on) {
+  const bool counts_others = kForm == Form::kAlone && plan.blocks > 1;
+  const int64_t for_counting = counts_others ? ceil_div(a.num_slots, kAhead) : 0;
+  a.warps = static_cast<int32_t>(plan.warps);
+  LaunchShape shape;
   // At least a thread for every bucket, where that is one round of the scan.
-  const int64_t warps = std::max<int64_t>(a.warps, (buckets + kWarp - 1) / kWarp);
-  LaunchShape shape;
-  shape.threads = static_cast<int>(std::min<int64_t>(kMaxWarps, warps) * kWarp);
-  shape.blocks = (a.num_slots + a.warps * kWarp - 1) / (a.warps * kWarp);
-  shape.shared_bytes = place_bytes(a.warps, buckets);
-  launch(place_slots<Id, kPlain, 1>, shape, on, a);
+  const int64_t threads = std::max<int64_t>({plan.warps * kWarp, a.num_experts + 1, for_counting});
+  shape.threads = static_cast<int>(std::min<int64_t>(kMaxThreads, round_up(threads, kWarp)));
+  shape.blocks = plan.blocks;
+  shape.shared_bytes = plan.shared_bytes(a.stride);
+  shape.overlap = kForm == Form::kCounted;
+  launch(place_slots<Id, kPlain, kForm>, shape, on, a);
 }
 
 template <typename Id, bool kPlain>
-void place_counted(MapArguments a, int64_t max_warps, const Tensor& on) {
+void place_counted(MapArguments a, const Plan& plan, const Tensor& on) {
   const int64_t buckets = static_cast<int64_t>(a.num_experts) + 1;
-  a.warps = static_cast<int32_t>(max_warps);
-  const int64_t block_slots = max_warps * kWarp * kItems;
-  const int64_t blocks = (a.num_slots + block_slots - 1) / block_slots;
-  Tensor workspace = torch::stable::new_empty(on, {(blocks + 1) * buckets}, torch::headeronly::ScalarType::Int);
+  Tensor workspace = torch::stable::new_empty(on, {(plan.blocks + 1) * buckets}, torch::headeronly::ScalarType::Int);
   a.block_counts = static_cast<uint32_t*>(workspace.data_ptr());
-  a.totals = a.block_counts + blocks * buckets;
-  a.scanned = blocks > kScanInPlace;
+  a.totals = a.block_counts + plan.blocks * buckets;
+  a.scanned = plan.blocks > kScanInPlace;
+  a.warps = static_cast<int32_t>(plan.warps);
 
   LaunchShape shape;
-  shape.blocks = blocks;
+  shape.blocks = plan.blocks;
   shape.threads = kMaxThreads;
-  shape.shared_bytes = (buckets + 1) * static_cast<int64_t>(sizeof(uint32_t));
+  shape.shared_bytes = buckets * static_cast<int64_t>(sizeof(uint32_t));
   launch(count_blocks<Id, kPlain>, shape, on, a);
-  shape.overlap = true;
   if (a.scanned) {
     LaunchShape scan;
     scan.threads = 64;
-    scan.blocks = (buckets + scan.threads - 1) / scan.threads;
+    scan.blocks = ceil_div(buckets, scan.threads);
     scan.overlap = true;
-    launch(scan_blocks, scan, on, a, blocks);
+    launch(scan_blocks, scan, on, a, plan.blocks);
   }
-  shape.shared_bytes = place_bytes(max_warps, buckets);
-  launch(place_slots<Id, kPlain, kItems>, shape, on, a);
+  place<Id, kPlain, Form::kCounted>(a, plan, on);
 }
 
-template <typename Id>
-void place(MapArguments a, const Tensor& on) {
-  const int64_t buckets = static_cast<int64_t>(a.num_experts) + 1;
+Plan choose(int64_t num_slots, int64_t stride, const Tensor& on) {
   const int64_t usable = device_traits(on).shared_bytes - kStaticShared;
-  int64_t max_warps = kMaxWarps;
-  while (max_warps > 0 && place_bytes(max_warps, buckets) > usable) max_warps -= kBatch;
-  if (max_warps == 0) {
-    throw std::runtime_error("_permutation_map: too many experts for the shared memory of a multiprocessor");
+  if (num_slots <= kCountedByAll) {
+    const int64_t warps = std::min<int64_t>(num_slots <= kOneBlock ? 16 : 8, ceil_div(num_slots, kWarp));
+    const Plan plan = {Form::kAlone, warps, ceil_div(num_slots, warps * kWarp)};
+    if (plan.shared_bytes(stride) <= usable) return plan;
   }
-  while ((int64_t{1} << a.bucket_bits) <= buckets) ++a.bucket_bits;
-  const bool plain = a.expert_map == nullptr && a.topk_weights == nullptr;
-  if (a.num_slots <= kCountedByAll) {
-    return plain ? place_counting_all<Id, true>(a, max_warps, on) : place_counting_all<Id, false>(a, max_warps, on);
+  // Many blocks are quick to place their slots, few to add up what is in front of them.
+  const int64_t most = num_slots <= 2 * kCountedByAll ? 8 : num_slots <= 16 * kCountedByAll ? 16 : kMaxWarps;
+  for (int64_t warps = most; warps > 0; warps -= kBatch) {
+    const Plan plan = {Form::kCounted, warps, ceil_div(num_slots, warps * kWarp * kItems)};
+    if (plan.shared_bytes(stride) <= usable) return plan;
   }
-  return plain ? place_counted<Id, true>(a, max_warps, on) : place_counted<Id, false>(a, max_warps, on);
+  throw std::runtime_error("_permutation_map: too many experts for the shared memory of a multiprocessor");
+}
+
+template <typename Id, bool kPlain>
+void run(const MapArguments& a, const Plan& plan, const Tensor& on) {
+  if (plan.form == Form::kCounted) return place_counted<Id, kPlain>(a, plan, on);
+  place<Id, kPlain, Form::kAlone>(a, plan, on);
 }
 
 // row_slot has at most as many rows as there are slots. Shapes and dtypes are those of the callers in moe_ops/triton:
@@ -349,11 +410,13 @@ void permutation_map(const Tensor& topk_ids, std::optional<Tensor> expert_map, s
     a.row_slot = static_cast<int32_t*>(row_slot->data_ptr());
     a.num_row_slots = static_cast<int32_t>(row_slot->numel());
   }
+  a.stride = static_cast<int32_t>(round_up(a.num_experts + 1, sizeof(uint4) / sizeof(uint32_t)));
+  const Plan plan = choose(a.num_slots, a.stride, topk_ids);
+  const bool plain = a.expert_map == nullptr && a.topk_weights == nullptr;
   if (topk_ids.scalar_type() == torch::headeronly::ScalarType::Long) {
-    place<int64_t>(a, topk_ids);
-  } else {
-    place<int32_t>(a, topk_ids);
+    return plain ? run<int64_t, true>(a, plan, topk_ids) : run<int64_t, false>(a, plan, topk_ids);
   }
+  return plain ? run<int32_t, true>(a, plan, topk_ids) : run<int32_t, false>(a, plan, topk_ids);
 }
 
 }  // namespace
