@@ -73,21 +73,29 @@ def check_exchange(counts: torch.Tensor, ranks: Sequence[int]) -> int:
     pushed = {rank: ops.route_metadata(counts, rank, mode="push") for rank in ranks}
     for rank in ranks:
         src, dst, size, back_src, back_dst, back_size, group_ends, loads = ops.route_metadata(counts, rank, mode="pull")
-        assert torch.equal(src, back_dst) and torch.equal(dst, back_src) and torch.equal(size, back_size)
-        assert torch.equal(loads, pushed[rank][7]) and int(size.sum()) == int(loads[rank]) == int(group_ends[-1])
+        _must(torch.equal(src, back_dst) and torch.equal(dst, back_src) and torch.equal(size, back_size), "way back")
+        rows = int(loads[rank])
+        _must(torch.equal(loads, pushed[rank][7]) and int(size.sum()) == rows == int(group_ends[-1]), "loads")
         filled = size > 0
         begin, order = dst[filled].sort()
         ends = begin + size[filled][order]
-        assert begin.numel() == 0 or (int(begin[0]) == 0 and torch.equal(begin[1:], ends[:-1]))
-        assert begin.numel() == 0 or int(ends[-1]) == int(loads[rank])
-        assert int(pushed[rank][2].sum()) == int(counts[rank].sum())
+        tiled = begin.numel() == 0 or (
+            int(begin[0]) == 0 and torch.equal(begin[1:], ends[:-1]) and int(ends[-1]) == rows
+        )
+        _must(tiled, "receive buffer")
+        _must(int(pushed[rank][2].sum()) == int(counts[rank].sum()), "sent rows")
         for source in ranks:
             theirs = slice(rank * width, (rank + 1) * width)  # what `source` pushes to `rank`
             mine = slice(source * width, (source + 1) * width)  # what `rank` pulls from `source`
             for push_field, pull_field in zip(pushed[source][:3], (src, dst, size), strict=True):
                 kept = size[mine] > 0  # an empty block has no place
-                assert torch.equal(push_field[theirs][kept], pull_field[mine][kept])
+                _must(torch.equal(push_field[theirs][kept], pull_field[mine][kept]), "push and pull")
     return len(ranks)
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:  # no assert statement: `python -O` leaves these out
+        raise AssertionError(f"check_exchange: {what} of the ranks disagree")
 
 
 def traffic(setting: Setting, ids: torch.Tensor, counts: torch.Tensor) -> Traffic:

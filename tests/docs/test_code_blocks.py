@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("docs/engine.md",)
+DOCUMENTS = ("docs/engine.md", "docs/checkpoints.md", "docs/ops/topk_permute.md")
 
 
 def blocks() -> list[tuple[str, str]]:
