@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+import moe_ops
 from moe_ops import reference
 from tests.npu.device import slow_device
 from tests.support import assert_close, assert_same, make_experts, make_routing, make_rows
@@ -186,22 +187,20 @@ def test_capture_and_replay_with_new_routing(stream):
         assert_close(wide, expected((host[0].float(), *host[1:])), max_tol=3e-5, rms_tol=3e-6)
 
 
-class Layer(torch.nn.Module):
-    """Packed weights as parameters: graph backends leave those where they are, and copy other tensors."""
-
-    def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(tensor, requires_grad=False) for tensor in weights)
-
-    def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        return OPS.fused_mxfp4_moe(*arguments, *self.weights, w13_layout="gate_up", weight_layout=mx.LAYOUT)
+def module(layout: str = "gate_up") -> moe_ops.FusedMxfp4Experts:
+    """Packed weights as buffers: npugraph_ex leaves those where they are, and copies other tensors."""
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    packed = dict(zip(names, prepared(layout), strict=True))
+    return moe_ops.FusedMxfp4Experts(
+        moe_ops.PreparedExperts(**packed, weight_layout=mx.LAYOUT, w13_layout=layout, hidden_size=H)
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "npugraph_ex"])
 @pytest.mark.unpoisoned
 def test_compiled(backend):
     torch._dynamo.reset()
-    compiled = torch.compile(Layer(prepared()), backend=backend, dynamic=False, fullgraph=True)
+    compiled = torch.compile(module(), backend=backend, dynamic=False, fullgraph=True)
     with torch.no_grad():
         for seed in range(4):
             host = routed(7, seed)
@@ -308,15 +307,25 @@ def test_simulated_plain_operators_take_no_private_format():
         (packed + 1).cpu()
 
 
-def test_container_is_not_copied_silently():
-    weights = prepared()
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda layer: layer.cpu().npu()], ids=["deepcopy", "there and back"])
+def test_copies_are_right_or_refused(how):
+    host, layer = routed(5), module("interleaved")
+    wanted = layer(*on_npu(*host)).cpu()
     try:
-        copied = copy.deepcopy(weights)
-    except RuntimeError:
-        return
-    host = routed(5)
-    if int(torch_npu.get_npu_format(copied[0])) == mx._FORMAT:
-        assert_same(native(host, copied), native(host, weights).cpu())
+        copied = how(layer)
+        result = copied(*on_npu(*host))
+    except (RuntimeError, ValueError) as error:
+        assert "format" in str(error) or "not a copy" in str(error), error
     else:
-        with pytest.raises(ValueError, match="not a copy"):
-            native(host, copied)
+        assert_same(result, wanted)
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("customize", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(2, 20, 24), (33, 16), (1, 64, 128)])
+def test_simulated_format_cast_there_and_back(shape, customize):
+    """Sizes that do not fill the blocks as well."""
+    x = torch.randn(shape)
+    there = torch_npu.npu_format_cast(x.npu(), 29, customize_dtype=customize)
+    assert int(torch_npu.get_npu_format(there)) == (50 if customize == torch.bfloat16 else 51)
+    assert_same(torch_npu.npu_format_cast(there, 2), x)
