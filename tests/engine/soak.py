@@ -193,7 +193,8 @@ def run(seconds: float, seed: int) -> dict[str, object]:
         "busy_s": round(sum(values["busy_ns"] for values in stats.values()) / 1e9, 1),
         "max_queue_depth": max(values["max_queue_depth"] for values in stats.values()),
         "rss_grown_kib": (after["rss"] - before["rss"]) // 1024,
-        "rss_highest_kib": max(history, default=0) // 1024,
+        "rss_grown_second_half_kib": (after["rss"] - before["rss"] - history[len(history) // 2]) // 1024,
+        "rss_highest_kib": max(history) // 1024,
         "threads_grown": after["threads"] - before["threads"] if seconds else 0,
         "files_grown": after["files"] - before["files"],
     }

@@ -161,7 +161,10 @@ Job* find_or_register(int64_t ticket, std::unique_lock<std::mutex>& lock) noexce
     if (const void* line = entry->second.line) {
       for (auto other = s.announced.begin(); other != entry; ++other) {
         if (other->second.line != line) continue;
-        call = static_cast<Submit*>(other->second.call);
+        auto* earlier = static_cast<Submit*>(other->second.call);
+        const bool filled = (earlier->tickets[0] & 0xFFFFFFFFFFFF) == other->first;  // not of a stream that is no more
+        if (!filled && !earlier->running) continue;
+        call = earlier;
         break;
       }
     }
