@@ -92,3 +92,16 @@ def test_instruction_sets_agree(monkeypatch):
         except RuntimeError:  # of another processor family
             continue
         torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+
+
+def test_many_rows_of_many_experts_give_the_bits_of_few():
+    """The outputs of the experts are more than one wave of the sum holds, five of them."""
+    x, (ids, routing) = make_rows(1024, 4096, torch.bfloat16, 0), make_routing(1024, 8, 16, 0)
+    experts = make_experts(16, 32, 4096)
+
+    def run(tokens: slice) -> torch.Tensor:
+        return moe_ops.fused_mxfp4_moe(
+            x[tokens], ids[tokens], routing[tokens], **experts, w13_layout="gate_up", batch_invariant=True
+        )
+
+    assert_same(run(slice(None)), torch.cat([run(slice(t, t + 64)) for t in range(0, 1024, 64)]))

@@ -1,7 +1,10 @@
 // AMX bfloat16 tiles over the AVX-512 kernels.
 //
-// The vector units dequantise a few blocks ahead of the tile unit, so that both work at once. Tile registers by shape
-// (row tiles x weight tiles): 1x4: 4 sums, 1 of rows, 3 of weights; 2x2: 4 + 2 + 2; 3x2: 6 + 1 + 1.
+// The vector units dequantise two blocks ahead of the tile unit, a part between any two products, so that both work at
+// once. Tile registers by shape (row tiles x weight tiles): 1x4: 4 sums, 1 of rows, 3 of weights; 2x2: 4 + 2 + 2; 3x2:
+// 6 + 1 + 1.
+#include <type_traits>
+
 #include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/fused_mxfp4_moe_generic.h"
 #include "cpu/kernels/fused_mxfp4_moe_x86.h"
@@ -69,33 +72,30 @@ struct alignas(64) TileConfig {
 // In memory of its own: the compiler takes the instruction to read eight bytes and would drop the other stores.
 constexpr TileConfig kTileConfig;
 
-// A block of a weight tile to the operand of the tile unit: row 4 j + s holds the pairs k = 8 j + s, 8 j + s + 4.
-inline void dequantize(const uint8_t* codes, __m128i scales, __m512i table, uint16_t* out) {
-  const __m512i s = _mm512_cvtepu8_epi32(scales);
-  const __m512i below = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(kTableScale), s), 7);
-  const __m512i both = _mm512_or_si512(below, _mm512_slli_epi32(below, 16));
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    const __m512i dwords = _mm512_loadu_si512(codes + 64 * j);
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) {
-      // The permutation reads the low five bits of its index, and the table repeats every 16.
-      const __m512i value = _mm512_permutexvar_epi16(n ? _mm512_srli_epi32(dwords, 4 * n) : dwords, table);
-      _mm512_store_si512(out + (4 * j + n) * 32, _mm512_subs_epu16(value, both));
-    }
-  }
-}
-
 // The tile instructions are opaque to the compiler: what they read must be in memory before them.
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// Where the operands of N weight tiles come from. produce() writes block b as [N][kTileElements].
+// Keeps an address in one register with constant offsets: the copies that the compiler would make of it pass through
+// the port of the vector unit that dequantisation waits for.
+template <class T>
+inline T* one_register(T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
+// A block of a weight tile becomes the operand of the tile unit: row 4 j + s holds the pairs k = 8 j + s, 8 j + s + 4.
+// What limits this is the port that byte and word permutations, shifts and saturating subtractions share; the codes are
+// therefore shifted by vpmultishiftqb, which has the other one.
+//
+// Where the operands of N weight tiles come from. A block is made in 4 N parts: begin(b), then part<i>(out) in order;
+// `out` is [N][kTileElements].
 template <int N>
 struct Mxfp4Weights {
   const uint8_t* codes[N];
   const uint8_t* scales[N];
   __m128i smallest[N], largest[N];
-  __m512i table;
+  __m512i table, shift4, shift8, shift12, below;
+  int64_t block;
 
   explicit Mxfp4Weights(const WeightTiles& weights) : table(_mm512_load_si512(kTable)) {
     for (int t = 0; t < N; ++t) {
@@ -104,19 +104,36 @@ struct Mxfp4Weights {
       smallest[t] = _mm_set1_epi8(-1);
       largest[t] = _mm_setzero_si128();
     }
+    shift4 = _mm512_set1_epi64(0x0034002400140004);
+    shift8 = _mm512_set1_epi64(0x0038002800180008);
+    shift12 = _mm512_set1_epi64(0x003C002C001C000C);
   }
 
-  inline __attribute__((always_inline)) void produce(int64_t b, uint16_t* out) {
-#pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) {
-      const uint8_t* c = codes[t] + b * kTileBlockBytes;
-      const uint8_t* s = scales[t] + b * kTileRows;
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) _mm_prefetch(reinterpret_cast<const char*>(c) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(s));
+  inline __attribute__((always_inline)) void begin(int64_t b) { block = b; }
+
+  template <int I>
+  inline __attribute__((always_inline)) void part(uint16_t* out) {
+    constexpr int t = I / 4, j = I % 4;
+    const uint8_t* c = codes[t] + block * kTileBlockBytes + 64 * j;
+    if constexpr (j == 0) {
+      const uint8_t* of_block = scales[t] + block * kTileRows;
+      _mm_prefetch(reinterpret_cast<const char*>(of_block) + kPrefetchBytes / 16, _MM_HINT_T0);
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_block));
       smallest[t] = _mm_min_epu8(smallest[t], bytes);
       largest[t] = _mm_max_epu8(largest[t], bytes);
-      dequantize(c, bytes, table, out + t * kTileElements);
+      const __m512i s = _mm512_cvtepu8_epi32(bytes);
+      const __m512i one = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(kTableScale), s), 7);
+      below = _mm512_or_si512(one, _mm512_slli_epi32(one, 16));
+    }
+    _mm_prefetch(reinterpret_cast<const char*>(c) + kPrefetchBytes, _MM_HINT_T0);
+    const __m512i dwords = _mm512_loadu_si512(c);
+    const __m512i index[4] = {dwords, _mm512_multishift_epi64_epi8(shift4, dwords),
+                              _mm512_multishift_epi64_epi8(shift8, dwords),
+                              _mm512_multishift_epi64_epi8(shift12, dwords)};
+    uint16_t* to = out + t * kTileElements + j * 128;
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      _mm512_store_si512(to + n * 32, _mm512_subs_epu16(_mm512_permutexvar_epi16(index[n], table), below));
     }
   }
 
@@ -131,71 +148,106 @@ struct Mxfp4Weights {
 template <int N>
 struct Bf16Weights {
   const uint16_t* const* rows;
+  int64_t block;
 
   explicit Bf16Weights(const WeightTiles& weights) : rows(weights.rows) {}
+  inline __attribute__((always_inline)) void begin(int64_t b) { block = b; }
 
-  void produce(int64_t b, uint16_t* out) {
-    for (int t = 0; t < N; ++t) {
-      uint8_t* to = reinterpret_cast<uint8_t*>(out + t * kTileElements);
-      for (int r = 0; r < kTileRows; r += 4) {
-        const uint16_t* const* from = rows + t * kTileRows + r;
-        for (int c = 0; c < 4; ++c) {
-          __m128i v[4];
-          for (int i = 0; i < 4; ++i)
-            v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[i] + b * kBlock + 8 * c));
-          transpose4(v[0], v[1], v[2], v[3]);
-          for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to + (4 * c + i) * 64 + r * 4), v[i]);
-        }
-      }
+  template <int I>
+  inline __attribute__((always_inline)) void part(uint16_t* out) {
+    constexpr int t = I / 4, r = I % 4 * 4;
+    uint8_t* to = reinterpret_cast<uint8_t*>(out + t * kTileElements);
+    const uint16_t* const* from = rows + t * kTileRows + r;
+    for (int c = 0; c < 4; ++c) {
+      __m128i v[4];
+      for (int i = 0; i < 4; ++i)
+        v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from[i] + block * kBlock + 8 * c));
+      transpose4(v[0], v[1], v[2], v[3]);
+      for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(to + (4 * c + i) * 64 + r * 4), v[i]);
     }
   }
 
   unsigned bad() const { return 0; }
 };
 
-// One block of weights `w` times RowTiles tiles of activations, `row_tile` elements apart, into sums N m + n.
-template <int RowTiles, int N>
-inline __attribute__((always_inline)) void multiply(const uint16_t* a, int64_t row_tile, const uint16_t* w) {
+template <int Begin, int End, class Weights>
+inline __attribute__((always_inline)) void parts(Weights& weights, uint16_t* out) {
+  if constexpr (Begin < End) {
+    weights.template part<Begin>(out);
+    parts<Begin + 1, End>(weights, out);
+  }
+}
+
+struct NoWeights {};
+
+// One block of weights `w` times RowTiles tiles of activations, `row_tile` elements apart, into sums N m + n. Between
+// products the vector units make a part of the block `next` each, so that both kinds of units are always fed.
+template <int RowTiles, int N, class Weights>
+inline __attribute__((always_inline)) void multiply(const uint16_t* a, int64_t row_tile, const uint16_t* w,
+                                                    Weights& next, uint16_t* to) {
+  constexpr int kSteps = RowTiles * N;
+#define MAKE(i)                                                    \
+  if constexpr (!std::is_same_v<Weights, NoWeights>) {             \
+    parts<4 * N*(i) / kSteps, 4 * N*((i) + 1) / kSteps>(next, to); \
+    fence();                                                       \
+  }
   if constexpr (RowTiles == 1 && N == 4) {
     _tile_loadd(4, a, 64);
     _tile_loadd(5, w, 64);
     _tile_dpbf16ps(0, 4, 5);
+    MAKE(0)
     _tile_loadd(6, w + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 6);
+    MAKE(1)
     _tile_loadd(7, w + 2 * kTileElements, 64);
     _tile_dpbf16ps(2, 4, 7);
+    MAKE(2)
     _tile_loadd(5, w + 3 * kTileElements, 64);
     _tile_dpbf16ps(3, 4, 5);
+    MAKE(3)
   } else if constexpr (RowTiles == 1) {
     _tile_loadd(4, a, 64);
     _tile_loadd(6, w, 64);
     _tile_dpbf16ps(0, 4, 6);
+    MAKE(0)
     _tile_loadd(7, w + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 7);
+    MAKE(1)
   } else if constexpr (RowTiles == 2) {
     _tile_loadd(4, a, 64);
     _tile_loadd(6, w, 64);
     _tile_dpbf16ps(0, 4, 6);
+    MAKE(0)
     _tile_loadd(7, w + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 7);
+    MAKE(1)
     _tile_loadd(5, a + row_tile, 64);
     _tile_dpbf16ps(2, 5, 6);
+    MAKE(2)
     _tile_dpbf16ps(3, 5, 7);
+    MAKE(3)
   } else {
     _tile_loadd(7, w, 64);
     _tile_loadd(6, a, 64);
     _tile_dpbf16ps(0, 6, 7);
+    MAKE(0)
     _tile_loadd(6, a + row_tile, 64);
     _tile_dpbf16ps(2, 6, 7);
+    MAKE(1)
     _tile_loadd(6, a + 2 * row_tile, 64);
     _tile_dpbf16ps(4, 6, 7);
+    MAKE(2)
     _tile_loadd(7, w + kTileElements, 64);
     _tile_dpbf16ps(5, 6, 7);
+    MAKE(3)
     _tile_loadd(6, a + row_tile, 64);
     _tile_dpbf16ps(3, 6, 7);
+    MAKE(4)
     _tile_loadd(6, a, 64);
     _tile_dpbf16ps(1, 6, 7);
+    MAKE(5)
   }
+#undef MAKE
 }
 
 template <int RowTiles, int N>
@@ -236,15 +288,23 @@ unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows&
   alignas(64) uint16_t ring[kRing * N * kTileElements];
   const int64_t row_tile = num_blocks * kTileElements;
   const uint16_t *high = rows.high, *low = rows.low;
+  NoWeights none;
   zero_sums<RowTiles, N>();
-  for (int64_t b = 0; b < kAhead && b < num_blocks; ++b) weights.produce(b, ring + b * N * kTileElements);
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    if (b + kAhead < num_blocks) weights.produce(b + kAhead, ring + ((b + kAhead) & (kRing - 1)) * N * kTileElements);
-    fence();
-    const uint16_t* w = ring + (b & (kRing - 1)) * N * kTileElements;
-    multiply<RowTiles, N>(high + b * kTileElements, row_tile, w);
-    if constexpr (TwoParts) multiply<RowTiles, N>(low + b * kTileElements, row_tile, w);
-    fence();
+  for (int64_t b = 0; b < kAhead && b < num_blocks; ++b) {
+    weights.begin(b);
+    parts<0, 4 * N>(weights, ring + b * N * kTileElements);
+  }
+  fence();
+  const auto at = [&](int64_t b) { return one_register(ring + (b & (kRing - 1)) * N * kTileElements); };
+  int64_t b = 0;
+  for (; b + kAhead < num_blocks; ++b) {
+    weights.begin(b + kAhead);
+    multiply<RowTiles, N>(high + b * kTileElements, row_tile, at(b), weights, at(b + kAhead));
+    if constexpr (TwoParts) multiply<RowTiles, N>(low + b * kTileElements, row_tile, at(b), none, nullptr);
+  }
+  for (; b < num_blocks; ++b) {
+    multiply<RowTiles, N>(high + b * kTileElements, row_tile, at(b), none, nullptr);
+    if constexpr (TwoParts) multiply<RowTiles, N>(low + b * kTileElements, row_tile, at(b), none, nullptr);
   }
   store_sums<RowTiles, N>(out, out_stride);
   fence();

@@ -46,7 +46,7 @@ unsigned gemm_q16_tile(const Tile& tile, int64_t num_blocks, const QuantRow* row
   for (int64_t b = 0; b < num_blocks; ++b, codes += kTileBlockBytes, scales += kTileRows) {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j)
-      _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes + 64 * j, _MM_HINT_T1);
     if ((b & 3) == 0) _mm_prefetch(reinterpret_cast<const char*>(scales) + kPrefetchBytes / 16, _MM_HINT_T0);
     const __m128i s = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
     smallest = _mm_min_epu8(smallest, s);

@@ -2,67 +2,30 @@
 //
 // 1. prepare: activations to the form that the path of their expert wants;
 // 2. first product: items of 32 elements of the intermediate row of an expert, gate and up with the activation;
-// 3. second product: items of output columns. An item adds up all experts in ascending order, so that no two threads
-//    write one element and the order of the sum depends on nothing.
+// 3. second product: items of output columns of an expert, in rows of their own;
+// 4. sum: items of tokens and columns. An item adds up all experts in ascending order, so that no two threads write one
+//    element and the order of the sum depends on nothing.
+// Steps 3 and 4 go through the experts in waves, which bounds the rows that wait to be added up.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
-#include "cpu/kernels/fused_mxfp4_moe_plan.h"
-#include "cpu/kernels/fused_mxfp4_moe_weights.h"
+#include "cpu/kernels/fused_mxfp4_moe_activations.h"
+#include "cpu/kernels/fused_mxfp4_moe_queue.h"
 
 namespace moe_ops {
 namespace mxfp4 {
 namespace {
 
-constexpr int kFloatRows = 8;                       // rows widened at once for gemm_f32
-constexpr int64_t kMostBytes = int64_t{256} << 20;  // intermediate results of one round of tokens
-constexpr int64_t kInlineElements = 16384;          // less preparation than this is not worth waking threads for
+constexpr int64_t kMostBytes = int64_t{256} << 20;     // intermediate results of one round of tokens
+constexpr int64_t kInlineElements = int64_t{1} << 19;  // products of fewer are not worth waking threads for
+constexpr int64_t kInlineTokens = 16384;               // nor is the quantisation of fewer
+constexpr int64_t kWaveBytes = int64_t{32} << 20;      // rows of the second product in a wave
+constexpr int64_t kSumColumns = 1024;
+constexpr int kPartRows = 48;  // rows for which AMX makes the tiles of weights once
 
 size_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Buffers of a thread, sized for the longer of the two products.
-struct Scratch {
-  explicit Scratch(const ExpertWeights& w) {
-    const int64_t size = std::max(w.hidden_size, w.intermediate_size), blocks = size / kBlock;
-    const int64_t tiles_bytes = w.layout == WeightLayout::kCheckpoint ? tile_group_bytes(blocks) : 0;
-    constexpr int64_t kOutBytes = kMaxRows * kGroupRows * 4;
-    thread_local ThreadBuffer buffer;
-    uint8_t* p = static_cast<uint8_t*>(buffer.get(tiles_bytes + 2 * kOutBytes + kFloatRows * size * 4));
-    tiles = p;
-    out = reinterpret_cast<float*>(tiles + tiles_bytes);
-    compact = reinterpret_cast<float*>(tiles + tiles_bytes + kOutBytes);
-    rows = reinterpret_cast<float*>(tiles + tiles_bytes + 2 * kOutBytes);
-  }
-  uint8_t* tiles;
-  float *out, *compact, *rows;
-};
-
-// The activations of all jobs for one of the two products, [rows][K] in several forms.
-struct Activations {
-  int64_t num_blocks = 0;
-  uint16_t *high = nullptr, *low = nullptr;  // kPacked
-  float* values = nullptr;                   // float32 rows of the other paths; null: hidden_states
-  int8_t* digits = nullptr;                  // kQuant
-  float* scales = nullptr;
-  int32_t* offsets = nullptr;
-  std::atomic<uint8_t>* inexact = nullptr;  // rows that kQuant cannot hold
-
-  void take_packed(Arena& arena, int64_t rows, bool two_parts) {
-    high = arena.take<uint16_t>(rows * num_blocks * kBlock);
-    if (two_parts) low = arena.take<uint16_t>(rows * num_blocks * kBlock);
-  }
-  void take_quant(Arena& arena, int64_t rows) {
-    digits = arena.take<int8_t>(rows * num_blocks * 2 * kBlock);
-    scales = arena.take<float>(rows * num_blocks);
-    offsets = arena.take<int32_t>(rows * num_blocks);
-    inexact = arena.take<std::atomic<uint8_t>>(rows);
-    for (int64_t i = 0; i < rows; ++i) inexact[i].store(0, std::memory_order_relaxed);
-  }
-  int64_t packed_offset(int64_t row, int64_t block) const {
-    return ((row / 16) * num_blocks + block) * 512 + (row % 16) * kBlock;
-  }
-};
 
 class Forward {
  public:
@@ -92,9 +55,8 @@ class Forward {
     }
     sum_is_output_ = batch_.output_dtype == DType::kFloat32;
     sum_ = sum_is_output_ ? nullptr : arena.take<float>(count * w_.hidden_size);
-    prepare();
-    first_product();
-    second_product();
+    make_items(arena);
+    run_items();
   }
 
  private:
@@ -108,19 +70,124 @@ class Forward {
     return sum_ + (token - first_) * w_.hidden_size;
   }
 
-  // Calls function(scratch, i) for i in [0, count), shared out in runs so that uneven threads even out.
-  template <class Function>
-  void for_items(int64_t count, int64_t elements, const Function& function) {
-    std::atomic<int64_t> next{0};
+  // Rows [rows_before, rows_before + num_rows) of the experts' outputs belong to a job. A wave is jobs [first, last).
+  struct Wave {
+    size_t first, last;
+    int64_t rows_before;
+  };
+
+  enum class Step { kQuantize, kPack, kFirst, kSecond, kSum };
+
+  // Counters: quantised tokens; packed row tiles, first and second products of a job; items of a wave and its sum.
+  size_t tokens_counter() const { return 0; }
+  size_t packed_counter(size_t job) const { return 1 + job; }
+  size_t first_counter(size_t job) const { return 1 + plan_.jobs.size() + job; }
+  size_t second_counter(size_t wave) const { return 1 + 2 * plan_.jobs.size() + wave; }
+  size_t sum_counter(size_t wave) const { return 1 + 2 * plan_.jobs.size() + waves_.size() + wave; }
+
+  void make_items(Arena& arena) {
+    const int64_t hidden = w_.hidden_size, tiles = hidden / kTileRows;
+    first_groups_ = w_.intermediate_size / kBlock;
+    first_ends_.clear();
+    second_ends_.clear();
+    pack_tiles_.clear();
+    waves_.clear();
+    int64_t chunks = 0;
+    for (const Job& job : plan_.jobs) chunks += num_chunks(job, h_);
+    // Few columns are shared out in halves; an element's result does not depend on its neighbours.
+    group_tiles_ = chunks * (tiles / kGroupTiles) >= 8 * team_.size() ? kGroupTiles : kGroupTiles / 2;
+    second_groups_ = (tiles + group_tiles_ - 1) / group_tiles_;
+    int64_t first_items = 0, second_items = 0, rows = 0, most_rows = 0;
+    const int64_t wave_rows = kWaveBytes / (hidden * static_cast<int64_t>(sizeof(float)));
+    waves_.push_back({0, 0, 0});
+    rows_before_.clear();
+    for (size_t j = 0; j < plan_.jobs.size(); ++j) {
+      const Job& job = plan_.jobs[j];
+      for (int r = 0; job.path == Path::kPacked && r < job.num_rows; r += 16) pack_tiles_.emplace_back(j, r);
+      first_ends_.push_back(first_items += num_chunks(job, x_) * first_groups_);
+      second_ends_.push_back(second_items += num_chunks(job, h_) * second_groups_);
+      if (waves_.back().last > waves_.back().first && rows + job.num_rows - waves_.back().rows_before > wave_rows) {
+        waves_.push_back({j, j, rows});
+      }
+      rows_before_.push_back(rows);
+      rows += job.num_rows;
+      waves_.back().last = j + 1;
+      most_rows = std::max(most_rows, rows - waves_.back().rows_before);
+    }
+    for (size_t i = 0; i < 2; ++i) y_[i] = i < waves_.size() ? arena.take<float>(most_rows * hidden) : nullptr;
+
+    left_.emplace(1 + 2 * plan_.jobs.size() + 2 * waves_.size());
+    queue_.emplace();
+    const int64_t tokens = plan_.any_quant ? count_ : 0;
+    left_->set(tokens_counter(), tokens);
+    for (size_t j = 0; j < plan_.jobs.size(); ++j) {
+      const Job& job = plan_.jobs[j];
+      left_->set(packed_counter(j), job.path == Path::kPacked ? (job.num_rows + 15) / 16 : 0);
+      left_->set(first_counter(j), first_ends_[j] - (j ? first_ends_[j - 1] : 0));
+    }
+    // An item of the sum: tokens of about an eighth of a thread's share, and columns.
+    sum_tokens_ = std::max<int64_t>(1, count_ / (8 * team_.size()));
+    sum_blocks_ = (hidden + kSumColumns - 1) / kSumColumns;
+    const int64_t sums = (count_ + sum_tokens_ - 1) / sum_tokens_ * sum_blocks_;
+    stages_.clear();
+    add_stage(Step::kQuantize, 0, tokens);
+    add_stage(Step::kPack, 0, static_cast<int64_t>(pack_tiles_.size()));
+    add_stage(Step::kFirst, 0, first_items);
+    // The sum of a wave comes after the products of the next one, which threads do meanwhile.
+    for (size_t w = 0; w < waves_.size(); ++w) {
+      const int64_t items = second_begin(waves_[w].last) - second_begin(waves_[w].first);
+      left_->set(second_counter(w), items);
+      left_->set(sum_counter(w), sums);
+      add_stage(Step::kSecond, w, items);
+      if (w > 0) add_stage(Step::kSum, w - 1, sums);
+    }
+    add_stage(Step::kSum, waves_.size() - 1, sums);
+  }
+
+  void add_stage(Step step, size_t wave, int64_t count) {
+    stages_.push_back({step, wave});
+    queue_->add_stage(count);
+  }
+
+  int64_t second_begin(size_t job) const { return job ? second_ends_[job - 1] : 0; }
+
+  void run_items() {
     const auto work = [&](int, int num_threads) {
       Scratch scratch(w_);
-      const int64_t step = std::max<int64_t>(1, count / (8 * num_threads));
-      for (int64_t i; (i = next.fetch_add(step, std::memory_order_relaxed)) < count;) {
-        for (const int64_t end = std::min(count, i + step); i < end; ++i) function(scratch, i);
-      }
+      for (Run run; queue_->take(num_threads, &run);) run_items(run, scratch);
     };
-    if (count <= 1 || elements <= kInlineElements) return work(0, 1);
+    const int64_t slots = static_cast<int64_t>(plan_.slots.size());
+    if (slots * w_.hidden_size * w_.intermediate_size <= kInlineElements) return work(0, 1);
+    if (plan_.any_quant && count_ * w_.hidden_size <= kInlineTokens) {
+      // Less work than waking threads.
+      Scratch scratch(w_);
+      for (Run run; !left_->finished(tokens_counter()) && queue_->take(1, &run);) run_items(run, scratch);
+    }
     team_.parallel(work);
+  }
+
+  void run_items(const Run& run, Scratch& scratch) {
+    const auto [step, wave] = stages_[static_cast<size_t>(run.stage)];
+    for (int64_t i = run.begin; i < run.end; ++i) {
+      const bool more = i + 1 < run.end;
+      switch (step) {
+        case Step::kQuantize:
+          quantize_token(i, scratch);
+          break;
+        case Step::kPack:
+          pack_tile(i, scratch);
+          break;
+        case Step::kFirst:
+          first_item(i, more, scratch);
+          break;
+        case Step::kSecond:
+          second_item(wave, i, more, scratch);
+          break;
+        case Step::kSum:
+          sum_item(wave, i);
+          break;
+      }
+    }
   }
 
   void quantize_row(const float* row, int64_t slot, const Activations& to) {
@@ -134,35 +201,30 @@ class Forward {
     }
   }
 
-  void prepare() {
+  void quantize_token(int64_t i, Scratch& scratch) {
+    k_.widen(hidden_row(first_ + i), batch_.dtype, w_.hidden_size, scratch.rows);
+    quantize_row(scratch.rows, i, x_);
+    left_->finish(tokens_counter());
+  }
+
+  void pack_tile(int64_t i, Scratch& scratch) {
+    const auto [j, begin] = pack_tiles_[static_cast<size_t>(i)];
+    const Job& job = plan_.jobs[j];
     const int64_t hidden = w_.hidden_size;
     const bool permute = view_.is_mxfp4();
-    if (plan_.any_quant) {
-      for_items(count_, count_ * hidden, [&](Scratch& scratch, int64_t i) {
-        k_.widen(hidden_row(first_ + i), batch_.dtype, hidden, scratch.rows);
-        quantize_row(scratch.rows, i, x_);
-      });
-    }
-    if (plan_.packed_rows == 0) return;
-    std::vector<std::pair<const Job*, int>> tiles;
-    for (const Job& job : plan_.jobs) {
-      for (int r = 0; job.path == Path::kPacked && r < job.num_rows; r += 16) tiles.emplace_back(&job, r);
-    }
-    for_items(static_cast<int64_t>(tiles.size()), plan_.packed_rows * hidden, [&](Scratch& scratch, int64_t i) {
-      const Job& job = *tiles[static_cast<size_t>(i)].first;
-      for (int r = tiles[static_cast<size_t>(i)].second, end = r + 16; r < end; ++r) {
-        const int64_t row = job.first_row + r;
-        if (r < job.num_rows) {
-          k_.widen(hidden_row(job.slots[r].token), batch_.dtype, hidden, scratch.rows);
-        } else {
-          std::memset(scratch.rows, 0, hidden * sizeof(float));
-        }
-        for (int64_t b = 0; b < x_.num_blocks; ++b) {
-          const int64_t at = x_.packed_offset(row, b);
-          k_.pack_block(scratch.rows + b * kBlock, permute, x_.high + at, x_.low ? x_.low + at : nullptr);
-        }
+    for (int r = begin; r < begin + 16; ++r) {
+      const int64_t row = job.first_row + r;
+      if (r < job.num_rows) {
+        k_.widen(hidden_row(job.slots[r].token), batch_.dtype, hidden, scratch.rows);
+      } else {
+        std::memset(scratch.rows, 0, hidden * sizeof(float));
       }
-    });
+      for (int64_t b = 0; b < x_.num_blocks; ++b) {
+        const int64_t at = x_.packed_offset(row, b);
+        k_.pack_block(scratch.rows + b * kBlock, permute, x_.high + at, x_.low ? x_.low + at : nullptr);
+      }
+    }
+    left_->finish(packed_counter(j));
   }
 
   // float32 rows of a job; `scratch` holds kFloatRows of them where they are not stored.
@@ -259,9 +321,27 @@ class Forward {
 
   // Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
   // second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
-  static int chunk_rows(const Activations& from) {
+  static int parts_in_chunk(const Activations& from) {
     constexpr int64_t kBytes = int64_t{1} << 20;
-    return from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows;
+    return (from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows) / kPartRows;
+  }
+
+  static int num_parts(const Job& job) { return (job.num_rows + kPartRows - 1) / kPartRows; }
+
+  static int num_chunks(const Job& job, const Activations& from) {
+    const int most = parts_in_chunk(from);
+    return (num_parts(job) + most - 1) / most;
+  }
+
+  // Item `item` of a job: a chunk of its parts, which are as even as tiles of 16 rows allow, and a group of columns.
+  struct Item {
+    int begin, end;
+    int64_t group;
+  };
+  static Item item_of(const Job& job, const Activations& from, int64_t item, int64_t groups) {
+    const int parts = num_parts(job), tiles = (job.num_rows + 15) / 16, most = parts_in_chunk(from);
+    const int first = static_cast<int>(item / groups) * most, last = std::min(parts, first + most);
+    return {first * tiles / parts * 16, std::min(last * tiles / parts * 16, job.num_rows), item % groups};
   }
 
   // Rows [begin, begin + count) of a job times the tiles of a group, into scratch.out [count][kGroupRows].
@@ -278,82 +358,97 @@ class Forward {
     if (bad) float_product(job, from, group, bad, which, count, scratch, scratch.out);
   }
 
-  void first_product() {
-    const int64_t groups = w_.intermediate_size / kBlock;
-    // Item -> job: items of a job are its chunks of rows, and in each all groups.
-    std::vector<int64_t> ends;
-    int64_t items = 0;
-    const int most = chunk_rows(x_);
-    for (const Job& job : plan_.jobs) ends.push_back(items += (job.num_rows + most - 1) / most * groups);
+  // The job of an item in a list that ends at `ends`, and the item's number in it.
+  static std::pair<size_t, int64_t> job_of(const std::vector<int64_t>& ends, int64_t item) {
+    const size_t j = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
+    return {j, item - (j ? ends[j - 1] : 0)};
+  }
+
+  void first_item(int64_t i, bool more, Scratch& scratch) {
+    const auto [j, local] = job_of(first_ends_, i);
+    const Job& job = plan_.jobs[j];
+    const Item item = item_of(job, x_, local, first_groups_);
+    const int64_t g = item.group;
     const bool permute = view_.is_mxfp4();
-    for_items(items, items * w_.hidden_size * kGroupRows, [&](Scratch& scratch, int64_t item) {
-      const size_t j = std::upper_bound(ends.begin(), ends.end(), item) - ends.begin();
-      const Job& job = plan_.jobs[j];
-      const int64_t local = item - (j ? ends[j - 1] : 0), g = local % groups;
-      const int begin = static_cast<int>(local / groups) * most, end = std::min(job.num_rows, begin + most);
-      TileGroup group;
-      alignas(64) float bias_values[kGroupRows];
-      view_.w13_group(job.expert, g, scratch.tiles, &group);
-      const float* bias = view_.w13_bias(job.expert, g, bias_values);
-      product(job, x_, group, begin, end - begin, scratch);
-      for (int r = begin; r < end; ++r) {
-        alignas(64) float block[kBlock];
-        const int64_t row = job.first_row + r;
-        float* to = job.path == Path::kPacked ? block : h_.values + row * w_.intermediate_size + g * kBlock;
-        k_.swiglu(scratch.out + (r - begin) * kGroupRows, bias, params_, to);
-        if (job.path == Path::kPacked) {
-          const int64_t at = h_.packed_offset(row, g);
-          k_.pack_block(block, permute, h_.high + at, h_.low ? h_.low + at : nullptr);
-        } else if (job.path == Path::kQuant) {
-          quantize_block(to, row, g, h_);
-        }
-      }
-    });
-  }
-
-  void second_product() {
-    const int64_t hidden = w_.hidden_size, tiles = hidden / kTileRows;
-    // Few columns are shared out in halves; an element's result does not depend on its neighbours.
-    const int group_tiles = tiles >= 4 * kGroupTiles * team_.size() ? kGroupTiles : kGroupTiles / 2;
-    const int64_t groups = (tiles + group_tiles - 1) / group_tiles;
-    // Small intermediate rows stay in the cache over all experts. Large ones are read once per item: few wide items.
-    int64_t rows = 0;
-    for (const Job& job : plan_.jobs) rows += job.num_rows;
-    const int64_t per_item =
-        rows * w_.intermediate_size * 2 <= (1 << 20) ? 1 : (groups + team_.size() - 1) / team_.size();
-    const int64_t items = (groups + per_item - 1) / per_item;
-    for_items(items, std::max<int64_t>(1, rows) * hidden * w_.intermediate_size, [&](Scratch& scratch, int64_t item) {
-      const int64_t first = item * per_item, last = std::min(groups, first + per_item);
-      const int64_t begin = first * group_tiles * kTileRows, end = std::min(hidden, last * group_tiles * kTileRows);
-      for (int64_t t = first_; t < first_ + count_; ++t)
-        std::memset(sum_row(t) + begin, 0, (end - begin) * sizeof(float));
-      for (const Job& job : plan_.jobs) {
-        for (int chunk = 0; chunk < job.num_rows; chunk += chunk_rows(h_)) {
-          for (int64_t g = first; g < last; ++g) second_group(job, chunk, g * group_tiles, group_tiles, scratch);
-        }
-      }
-      if (sum_is_output_) return;
-      const size_t size = element_size(batch_.output_dtype);
-      for (int64_t t = first_; t < first_ + count_; ++t) {
-        uint8_t* out = static_cast<uint8_t*>(batch_.output) + (t * batch_.output_stride + begin) * size;
-        k_.narrow(sum_row(t) + begin, end - begin, batch_.output_dtype, out);
-      }
-    });
-  }
-
-  void second_group(const Job& job, int chunk, int64_t first_tile, int group_tiles, Scratch& scratch) {
-    const int64_t tiles = w_.hidden_size / kTileRows, column = first_tile * kTileRows;
     TileGroup group;
-    view_.w2_group(job.expert, first_tile, static_cast<int>(std::min<int64_t>(group_tiles, tiles - first_tile)),
-                   scratch.tiles, &group);
-    const float* bias = w_.w2_bias ? w_.w2_bias + job.expert * w_.hidden_size + column : nullptr;
-    const int end = std::min(job.num_rows, chunk + chunk_rows(h_));
-    product(job, h_, group, chunk, end - chunk, scratch);
-    for (int r = chunk; r < end; ++r) {
-      const Slot& slot = job.slots[r];
-      k_.accumulate(sum_row(slot.token) + column, scratch.out + (r - chunk) * kGroupRows, bias, slot.weight,
-                    group.num_tiles * kTileRows);
+    if (more) {
+      const auto [next, next_local] = job_of(first_ends_, i + 1);
+      view_.prefetch_w13_group(plan_.jobs[next].expert, next_local % first_groups_);
     }
+    alignas(64) float bias_values[kGroupRows];
+    view_.w13_group(job.expert, g, scratch.tiles, &group);
+    const float* bias = view_.w13_bias(job.expert, g, bias_values);
+    left_->wait(job.path == Path::kPacked ? packed_counter(j) : tokens_counter());
+    product(job, x_, group, item.begin, item.end - item.begin, scratch);
+    for (int r = item.begin; r < item.end; ++r) {
+      alignas(64) float block[kBlock];
+      const int64_t row = job.first_row + r;
+      float* to = job.path == Path::kPacked ? block : h_.values + row * w_.intermediate_size + g * kBlock;
+      k_.swiglu(scratch.out + (r - item.begin) * kGroupRows, bias, params_, to);
+      if (job.path == Path::kPacked) {
+        const int64_t at = h_.packed_offset(row, g);
+        k_.pack_block(block, permute, h_.high + at, h_.low ? h_.low + at : nullptr);
+      } else if (job.path == Path::kQuant) {
+        quantize_block(to, row, g, h_);
+      }
+    }
+    left_->finish(first_counter(j));
+  }
+
+  float* y_row(size_t wave, size_t job, int64_t row) const {
+    return y_[wave % 2] + (rows_before_[job] - waves_[wave].rows_before + row) * w_.hidden_size;
+  }
+
+  void second_item(size_t wave, int64_t i, bool more, Scratch& scratch) {
+    const int64_t first = second_begin(waves_[wave].first);
+    const auto [j, local] = job_of(second_ends_, first + i);
+    const Job& job = plan_.jobs[j];
+    const Item item = item_of(job, h_, local, second_groups_);
+    const int64_t tiles = w_.hidden_size / kTileRows, tile = item.group * group_tiles_;
+    const auto count = [&](int64_t t) { return static_cast<int>(std::min<int64_t>(group_tiles_, tiles - t)); };
+    if (more) {
+      const auto [next, next_local] = job_of(second_ends_, first + i + 1);
+      const int64_t next_tile = next_local % second_groups_ * group_tiles_;
+      view_.prefetch_w2_group(plan_.jobs[next].expert, next_tile, count(next_tile), 0);
+    }
+    // What others still compute is waited for while the weights come in.
+    if (!left_->finished(first_counter(j))) view_.prefetch_w2_group(job.expert, tile, count(tile), 1 << 20);
+    TileGroup group;
+    view_.w2_group(job.expert, tile, count(tile), scratch.tiles, &group);
+    left_->wait(first_counter(j));
+    if (wave >= 2) left_->wait(sum_counter(wave - 2));
+    product(job, h_, group, item.begin, item.end - item.begin, scratch);
+    const size_t bytes = static_cast<size_t>(group.num_tiles) * kTileRows * sizeof(float);
+    for (int r = item.begin; r < item.end; ++r) {
+      std::memcpy(y_row(wave, j, r) + tile * kTileRows, scratch.out + (r - item.begin) * kGroupRows, bytes);
+    }
+    left_->finish(second_counter(wave));
+  }
+
+  void sum_item(size_t wave, int64_t i) {
+    const int64_t begin = first_ + i / sum_blocks_ * sum_tokens_, end = std::min(first_ + count_, begin + sum_tokens_);
+    const int64_t column = i % sum_blocks_ * kSumColumns, width = std::min(kSumColumns, w_.hidden_size - column);
+    left_->wait(second_counter(wave));
+    if (wave > 0) left_->wait(sum_counter(wave - 1));
+    for (int64_t t = begin; wave == 0 && t < end; ++t) std::memset(sum_row(t) + column, 0, width * sizeof(float));
+    for (size_t j = waves_[wave].first; j < waves_[wave].last; ++j) {
+      const Job& job = plan_.jobs[j];
+      const float* bias = w_.w2_bias ? w_.w2_bias + job.expert * w_.hidden_size + column : nullptr;
+      const auto before = [](const Slot& slot, int64_t token) { return slot.token < token; };
+      const Slot* slot = std::lower_bound(job.slots, job.slots + job.num_rows, begin, before);
+      for (; slot != job.slots + job.num_rows && slot->token < end; ++slot) {
+        k_.accumulate(sum_row(slot->token) + column, y_row(wave, j, slot - job.slots) + column, bias, slot->weight,
+                      static_cast<int>(width));
+      }
+    }
+    if (wave + 1 == waves_.size() && !sum_is_output_) {
+      const size_t size = element_size(batch_.output_dtype);
+      for (int64_t t = begin; t < end; ++t) {
+        uint8_t* out = static_cast<uint8_t*>(batch_.output) + (t * batch_.output_stride + column) * size;
+        k_.narrow(sum_row(t) + column, width, batch_.output_dtype, out);
+      }
+    }
+    left_->finish(sum_counter(wave));
   }
 
   const ExpertWeights& w_;
@@ -367,7 +462,16 @@ class Forward {
   Plan plan_;
   Activations x_, h_;
   float* sum_ = nullptr;
+  float* y_[2] = {};  // outputs of the experts of a wave, by its parity
   bool sum_is_output_ = false;
+  std::vector<std::pair<size_t, int>> pack_tiles_;  // job, row
+  std::vector<int64_t> first_ends_, second_ends_, rows_before_;
+  std::vector<Wave> waves_;
+  std::vector<std::pair<Step, size_t>> stages_;  // with the wave
+  int64_t first_groups_ = 0, second_groups_ = 0, sum_tokens_ = 0, sum_blocks_ = 0;
+  int group_tiles_ = 0;
+  std::optional<ItemQueue> queue_;
+  std::optional<Countdowns> left_;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Weight rows of an expert as the kernels want them, whatever layout they are stored in.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/kernels/fused_mxfp4_moe_kernels.h"
@@ -56,6 +57,21 @@ class WeightView {
     }
   }
 
+  // Brings the beginnings of a group's tiles into the cache, as far as kernels do not prefetch them themselves.
+  void prefetch_w13_group(int64_t expert, int64_t g) const {
+    if (weights_.layout != WeightLayout::kX86V1) return;
+    const int64_t blocks = weights_.hidden_size / kBlock;
+    prefetch(weights_.w13, weights_.w13_scale, expert * (weights_.intermediate_size / kTileRows) * 2 + 4 * g, 4, blocks,
+             kHeadBytes);
+  }
+
+  void prefetch_w2_group(int64_t expert, int64_t first, int num_tiles, int64_t bytes) const {
+    if (weights_.layout != WeightLayout::kX86V1) return;
+    const int64_t blocks = weights_.intermediate_size / kBlock;
+    prefetch(weights_.w2, weights_.w2_scale, expert * (weights_.hidden_size / kTileRows) + first, num_tiles, blocks,
+             bytes > 0 ? bytes : kHeadBytes);
+  }
+
   // Block b of the tile of gate or up elements 16 i .. 16 i + 15, and of the tile of output elements 16 h .. 16 h + 15;
   // MXFP4 only. `scratch` has room for one block.
   Tile w13_block(int64_t expert, int64_t i, bool up, int64_t b, uint8_t* scratch) const {
@@ -102,6 +118,19 @@ class WeightView {
   }
 
  private:
+  static constexpr int64_t kHeadBytes = 2048;
+
+  static void prefetch(const uint8_t* codes, const uint8_t* scales, int64_t tile, int count, int64_t blocks,
+                       int64_t bytes) {
+    const int64_t most = std::min(bytes, blocks * kTileBlockBytes);
+    for (int t = 0; t < count; ++t) {
+      const uint8_t* c = codes + (tile + t) * blocks * kTileBlockBytes;
+      const uint8_t* s = scales + (tile + t) * blocks * kTileRows;
+      for (int64_t i = 0; i < most; i += 64) __builtin_prefetch(c + i, 0, 2);
+      for (int64_t i = 0; i < most / 16; i += 64) __builtin_prefetch(s + i, 0, 2);
+    }
+  }
+
   int64_t w13_step() const { return weights_.w13_layout == W13Layout::kInterleaved ? 2 : 1; }
 
   Tile pack_one(const uint8_t* w, const uint8_t* scales, int64_t row, int64_t step, int64_t blocks, int64_t b,
