@@ -126,14 +126,26 @@ def test_one_expert():
     assert_close(native(host, prepared(experts=experts)), expected(host, experts=experts), **BFLOAT16)
 
 
-@pytest.mark.parametrize("code", [mx.LEAST_SCALE, mx.MOST_SCALE])
-def test_scales_at_the_ends(code):
-    """The smallest and the largest scale, one matrix each, the other scaled so that the sum is a number."""
+@pytest.mark.parametrize(("code", "exponent"), [(mx.LEAST_SCALE, 119), (mx.MOST_SCALE, -119)])
+def test_scales_at_the_ends(code, exponent):
+    """The smallest and the largest scale, with rows that bring the sums back among the usual numbers."""
     experts = {name: tensor.clone() for name, tensor in EXPERTS.items()}
     experts["w13_scale"].fill_(code)
     experts["w2_scale"].fill_(127)
-    host = make_rows(5, H, torch.bfloat16) * 2.0 ** (127 - code) / 64, *routed(5)[1:]
+    host = make_rows(5, H, torch.bfloat16) * 2.0**exponent, *routed(5)[1:]
     assert_close(native(host, prepared(experts=experts)), expected(host, experts=experts), **BFLOAT16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_shows_nowhere_else(value):
+    x, ids, weights = routed(9)
+    clean = native((x, ids, weights), prepared()).cpu()
+    x[3, 5] = value
+    ids[4], weights[4, :] = -1, value  # weights of slots without an expert
+    dirty = native((x, ids, weights), prepared()).cpu()
+    others = [row for row in range(9) if row not in (3, 4)]
+    assert_same(dirty[others], clean[others])
+    assert not dirty[3].isfinite().all() and dirty[4].eq(0).all()
 
 
 @pytest.mark.parametrize("code", [0, 1, 253, 255])
