@@ -2,7 +2,7 @@
 
 Kernels, by name:
     decode  one persistent launch, for at most 512 routed slots at a time
-    narrow  grouped matmul with tiles of up to 64 tokens
+    narrow  grouped matmul with tiles of up to 64 or 96 tokens
     wide    grouped matmul with tiles of up to 152 tokens
 
 A plan belongs to a geometry (experts, sizes, top-k) and a capacity, a number of tokens from LADDER; layers of the same
@@ -36,7 +36,7 @@ KERNELS = ("decode", "narrow", "wide")
 DECODE_SLOTS = 512
 DECODE_TOKENS = 64
 # Above this many rows per expert the rule takes tiles of up to 152 tokens.
-NARROW_ROWS = 48
+NARROW_ROWS = 80
 LADDER = (*range(1, 9), 10, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 # Of a batch's hidden activations and unsummed results.
 WORKSPACE_BYTES = 2 << 30

@@ -119,6 +119,12 @@ void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tens
   STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
 }
 
+// The tiles of "narrow" follow the average rows of an expert: small ones leave room for more stages of weights.
+int most_tokens(bool wide, int64_t num_slots, int64_t num_experts) {
+  if (wide) return sm90::kWideTokens;
+  return num_slots <= 52 * num_experts ? sm90::kNarrowTokens : sm90::kMiddleTokens;
+}
+
 // row_map, row_slot and tokens_per_expert: of the permutation map.
 void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const Tensor& row_map,
                   const Tensor& row_slot, const Tensor& tokens_per_expert, const Tensor& w13, const Tensor& w13_scale,
@@ -129,7 +135,7 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
   cudaStream_t stream = current_stream(hidden_states);
   const int sms = device_traits(hidden_states).multiprocessors;
   const int64_t num_slots = row_slot.numel(), num_experts = tokens_per_expert.numel();
-  const int most = wide ? sm90::kWideTokens : sm90::kNarrowTokens;
+  const int most = most_tokens(wide, num_slots, num_experts);
   const int64_t capacity = num_slots / most + (num_slots < num_experts ? num_slots : num_experts);
   Tensor tiles = torch::stable::new_empty(row_slot, {4 * capacity + 4}, ScalarType::Int);
   int* tile_words = static_cast<int*>(tiles.data_ptr());
@@ -161,7 +167,7 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
   m.limit = static_cast<float>(limit);
   m.alpha = static_cast<float>(alpha);
   m.output = hidden.data_ptr();
-  STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+  STD_CUDA_CHECK(sm90::grouped(m, most, sms, stream));
   m.first = false;
   m.activations = hidden.const_data_ptr();
   m.codes = static_cast<const uint8_t*>(w2.const_data_ptr());
@@ -170,7 +176,7 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
   m.k = intermediate;
   m.rows_out = hidden_size;
   m.output = rows.data_ptr();
-  STD_CUDA_CHECK(sm90::grouped(m, wide, sms, stream));
+  STD_CUDA_CHECK(sm90::grouped(m, most, sms, stream));
   STD_CUDA_CHECK(
       sm90::combine(static_cast<const float*>(rows.const_data_ptr()), static_cast<const int*>(row_map.const_data_ptr()),
                     static_cast<const float*>(topk_weights.const_data_ptr()), static_cast<int>(row_map.size(0)),

@@ -48,7 +48,7 @@ bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
 
 // Larger batches: one matrix at a time, over rows sorted by expert.
-constexpr int kNarrowTokens = 64, kWideTokens = 152;  // most tokens of a tile
+constexpr int kNarrowTokens = 64, kMiddleTokens = 96, kWideTokens = 152;  // most tokens of a tile
 struct GroupedMatmul {
   // First matrix: gathers bf16 rows, 16-byte aligned, multiplies by gate and up pairs, activates; `output` is then
   // `activations` of the second one, whose output is float32 [num_rows, rows_out]. Between them lies bf16
@@ -74,6 +74,6 @@ cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles
 // [num_tokens, top_k].
 cudaError_t combine(const float* rows, const int* row_map, const float* weights, int num_tokens, int top_k, int width,
                     int64_t num_rows, void* output, OutType type, cudaStream_t stream);
-cudaError_t grouped(const GroupedMatmul& matmul, bool wide, int num_sms, cudaStream_t stream);
+cudaError_t grouped(const GroupedMatmul& matmul, int most, int num_sms, cudaStream_t stream);
 
 }  // namespace moe_ops::sm90

@@ -1,8 +1,8 @@
 // Larger batches on Hopper: a grouped matmul over rows sorted by expert, one matrix at a time.
 //
-// A tile of work is 256 weight rows (16 strips) by up to 64 or 152 tokens of one expert. One warpgroup of a block
-// fetches tiles into a ring of stages of 128 k and runs ahead of the others, which compute: packed weights come from
-// shared memory to registers, become exact bf16 there (scale included), and are operand A of wgmma; operand B, the
+// A tile of work is 256 weight rows (16 strips) by up to 64, 96 or 152 tokens of one expert. One warpgroup of a
+// block fetches tiles into a ring of stages of 128 k and runs ahead of the others, which compute: packed weights come
+// from shared memory to registers, become exact bf16 there (scale included), and are operand A of wgmma; operand B, the
 // tokens' activations, is read from shared memory by the tensor cores. Warpgroups wait for stages alone, not for each
 // other, so that one stores its part of a tile while another is still at work on its own or already at the next tile.
 //
@@ -14,8 +14,9 @@
 namespace moe_ops::sm90 {
 namespace {
 
-using Narrow = Config<4, 1, kNarrowTokens, 0>;
-using Wide = Config<2, 2, kWideTokens, 216>;
+using Narrow = Config<4, 1, kNarrowTokens, 0, 0>;
+using Middle = Config<4, 1, kMiddleTokens, 104, 64>;
+using Wide = Config<2, 2, kWideTokens, 216, 72>;
 
 template <class C, bool kFirst>
 __global__ void __launch_bounds__(C::kThreads, 1) grouped_kernel(const __grid_constant__ Params p) {
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) grouped_kernel(const __grid_co
   const int total = *p.m.num_tiles * p.row_tiles;
   __syncthreads();
   if (group == C::kGroups) {
-    if constexpr (C::kRegisters > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    if constexpr (C::kRegisters > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(C::kFetchRegisters));
     Producer<C, kFirst>{p, ring, tid & 127}.run(total);
   } else {
     if constexpr (C::kRegisters > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(C::kRegisters));
@@ -73,12 +74,17 @@ __global__ void __launch_bounds__(1024)
 }
 
 template <class C, bool kFirst>
-cudaError_t launch(const Params& p, int num_sms, cudaStream_t stream) {
+cudaError_t launch_one(const Params& p, int num_sms, cudaStream_t stream) {
   static const cudaError_t prepared =
       cudaFuncSetAttribute(grouped_kernel<C, kFirst>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
   if (prepared != cudaSuccess) return prepared;
   grouped_kernel<C, kFirst><<<num_sms, C::kThreads, C::kShared, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <class C>
+cudaError_t launch(const Params& p, int num_sms, cudaStream_t stream) {
+  return p.m.first ? launch_one<C, true>(p, num_sms, stream) : launch_one<C, false>(p, num_sms, stream);
 }
 
 }  // namespace
@@ -88,7 +94,7 @@ cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles
   return cudaGetLastError();
 }
 
-cudaError_t grouped(const GroupedMatmul& m, bool wide, int num_sms, cudaStream_t stream) {
+cudaError_t grouped(const GroupedMatmul& m, int most, int num_sms, cudaStream_t stream) {
   Params p{};
   p.m = m;
   p.full_blocks = m.k / 128, p.tail_words = m.k % 128 / 32;
@@ -98,8 +104,9 @@ cudaError_t grouped(const GroupedMatmul& m, bool wide, int num_sms, cudaStream_t
   p.strip_codes = m.k * 8, p.strip_scales = m.k / 2;
   p.expert_codes = static_cast<int64_t>(p.strip_codes) * p.strips;
   p.expert_scales = static_cast<int64_t>(p.strip_scales) * p.strips;
-  if (m.first) return wide ? launch<Wide, true>(p, num_sms, stream) : launch<Narrow, true>(p, num_sms, stream);
-  return wide ? launch<Wide, false>(p, num_sms, stream) : launch<Narrow, false>(p, num_sms, stream);
+  if (most == kNarrowTokens) return launch<Narrow>(p, num_sms, stream);
+  if (most == kMiddleTokens) return launch<Middle>(p, num_sms, stream);
+  return launch<Wide>(p, num_sms, stream);
 }
 
 }  // namespace moe_ops::sm90

@@ -19,9 +19,10 @@ struct Params {
 };
 
 // kGroups warpgroups compute kParts times 64 weight rows each, for up to kTokens tokens; one more fetches.
-template <int kGroups_, int kParts_, int kTokens_, int kRegisters_>
+template <int kGroups_, int kParts_, int kTokens_, int kRegisters_, int kFetchRegisters_>
 struct Config {
   static constexpr int kGroups = kGroups_, kParts = kParts_, kTokens = kTokens_, kRegisters = kRegisters_;
+  static constexpr int kFetchRegisters = kFetchRegisters_;
   static_assert(kGroups * kParts * 4 == kStrips && kTokens % 8 == 0, "shape of a tile");
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kHalfBytes = kTokens * 128;  // of 64 k of the tokens' activations
@@ -165,6 +166,18 @@ struct Consumer {
   int group, warp, lane;
   float c[C::kParts][C::kTokens / 2];
 
+  // Two warpgroups that start a tile together also end it together, and neither computes while both store. So the
+  // second one starts a tile some blocks after the first. Only where the ring keeps them less than a tile apart, and
+  // where stores take long: those of the second matrix.
+  static constexpr bool kTakeTurns = C::kGroups == 2 && !kFirst;
+  static constexpr int kLead = 2;
+  MOE_OPS_DEVICE void let_follow() const {
+    if (p.full_blocks >= C::kStages) asm volatile("bar.arrive 1, 256;" ::: "memory");
+  }
+  MOE_OPS_DEVICE void follow() const {
+    if (p.full_blocks >= C::kStages) named_barrier(1, 256);
+  }
+
   MOE_OPS_DEVICE void release(int slot) const {
     if (lane == 0) barrier_arrive(ring.empty(slot));
   }
@@ -220,6 +233,7 @@ struct Consumer {
       wgmma_wait<0>();
       release(ring.slot);
       ring.advance();
+      if (kTakeTurns && group == 0 && block == kLead - 1) let_follow();
     }
     if (p.tail_words > 0) {
       barrier_wait(ring.full(ring.slot), ring.phase);
@@ -327,6 +341,7 @@ struct Consumer {
       const Tile tile = next;
       index += gridDim.x;
       if (index < total) next = tile_at(p, index);
+      if (kTakeTurns && group == 1) follow();
       const int first = tile.row_tile * kStrips, left = p.strips - first;
       if constexpr (C::kParts == 1) {
         const int strip = group * 4 + warp;
@@ -334,7 +349,11 @@ struct Consumer {
           pass();
           continue;
         }
-        multiply_any<1, 8, 16, 24, 32, 48, 64>(tile.rows, strip);
+        if constexpr (C::kTokens <= 64) {
+          multiply_any<1, 8, 16, 24, 32, 40, 48, 56, 64>(tile.rows, strip);
+        } else {
+          multiply_any<1, 32, 48, 56, 64, 72, 80, 88, 96>(tile.rows, strip);
+        }
         store(tile, first + strip, 1);
       } else {
         // The last tile may have so few rows that the warpgroups share one half of a full tile.
@@ -347,7 +366,7 @@ struct Consumer {
         if (half) {
           multiply_any<1, 64, 128, 152>(tile.rows, strip);
         } else {
-          multiply_any<2, 32, 48, 64, 72, 80, 96, 112, 120, 128, 136, 144, 152>(tile.rows, strip);
+          multiply_any<2, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152>(tile.rows, strip);
         }
         store(tile, first + strip, half ? 1 : 2);
       }

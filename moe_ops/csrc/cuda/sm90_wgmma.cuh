@@ -22,12 +22,16 @@ struct Wgmma;
 #define MOE_OPS_D2 MOE_OPS_D1, MOE_OPS_D(4)
 #define MOE_OPS_D3 MOE_OPS_D2, MOE_OPS_D(8)
 #define MOE_OPS_D4 MOE_OPS_D3, MOE_OPS_D(12)
-#define MOE_OPS_D6 MOE_OPS_D4, MOE_OPS_D(16), MOE_OPS_D(20)
-#define MOE_OPS_D8 MOE_OPS_D6, MOE_OPS_D(24), MOE_OPS_D(28)
+#define MOE_OPS_D5 MOE_OPS_D4, MOE_OPS_D(16)
+#define MOE_OPS_D6 MOE_OPS_D5, MOE_OPS_D(20)
+#define MOE_OPS_D7 MOE_OPS_D6, MOE_OPS_D(24)
+#define MOE_OPS_D8 MOE_OPS_D7, MOE_OPS_D(28)
 #define MOE_OPS_D9 MOE_OPS_D8, MOE_OPS_D(32)
 #define MOE_OPS_D10 MOE_OPS_D9, MOE_OPS_D(36)
-#define MOE_OPS_D12 MOE_OPS_D10, MOE_OPS_D(40), MOE_OPS_D(44)
-#define MOE_OPS_D14 MOE_OPS_D12, MOE_OPS_D(48), MOE_OPS_D(52)
+#define MOE_OPS_D11 MOE_OPS_D10, MOE_OPS_D(40)
+#define MOE_OPS_D12 MOE_OPS_D11, MOE_OPS_D(44)
+#define MOE_OPS_D13 MOE_OPS_D12, MOE_OPS_D(48)
+#define MOE_OPS_D14 MOE_OPS_D13, MOE_OPS_D(52)
 #define MOE_OPS_D15 MOE_OPS_D14, MOE_OPS_D(56)
 #define MOE_OPS_D16 MOE_OPS_D15, MOE_OPS_D(60)
 #define MOE_OPS_D17 MOE_OPS_D16, MOE_OPS_D(64)
@@ -37,12 +41,16 @@ struct Wgmma;
 #define MOE_OPS_R2 MOE_OPS_R1 ", %4, %5, %6, %7"
 #define MOE_OPS_R3 MOE_OPS_R2 ", %8, %9, %10, %11"
 #define MOE_OPS_R4 MOE_OPS_R3 ", %12, %13, %14, %15"
-#define MOE_OPS_R6 MOE_OPS_R4 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define MOE_OPS_R8 MOE_OPS_R6 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOE_OPS_R5 MOE_OPS_R4 ", %16, %17, %18, %19"
+#define MOE_OPS_R6 MOE_OPS_R5 ", %20, %21, %22, %23"
+#define MOE_OPS_R7 MOE_OPS_R6 ", %24, %25, %26, %27"
+#define MOE_OPS_R8 MOE_OPS_R7 ", %28, %29, %30, %31"
 #define MOE_OPS_R9 MOE_OPS_R8 ", %32, %33, %34, %35"
 #define MOE_OPS_R10 MOE_OPS_R9 ", %36, %37, %38, %39"
-#define MOE_OPS_R12 MOE_OPS_R10 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define MOE_OPS_R14 MOE_OPS_R12 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define MOE_OPS_R11 MOE_OPS_R10 ", %40, %41, %42, %43"
+#define MOE_OPS_R12 MOE_OPS_R11 ", %44, %45, %46, %47"
+#define MOE_OPS_R13 MOE_OPS_R12 ", %48, %49, %50, %51"
+#define MOE_OPS_R14 MOE_OPS_R13 ", %52, %53, %54, %55"
 #define MOE_OPS_R15 MOE_OPS_R14 ", %56, %57, %58, %59"
 #define MOE_OPS_R16 MOE_OPS_R15 ", %60, %61, %62, %63"
 #define MOE_OPS_R17 MOE_OPS_R16 ", %64, %65, %66, %67"
@@ -63,11 +71,15 @@ MOE_OPS_WGMMA(8, 1, "%4, %5, %6, %7", "%8")
 MOE_OPS_WGMMA(16, 2, "%8, %9, %10, %11", "%12")
 MOE_OPS_WGMMA(24, 3, "%12, %13, %14, %15", "%16")
 MOE_OPS_WGMMA(32, 4, "%16, %17, %18, %19", "%20")
+MOE_OPS_WGMMA(40, 5, "%20, %21, %22, %23", "%24")
 MOE_OPS_WGMMA(48, 6, "%24, %25, %26, %27", "%28")
+MOE_OPS_WGMMA(56, 7, "%28, %29, %30, %31", "%32")
 MOE_OPS_WGMMA(64, 8, "%32, %33, %34, %35", "%36")
 MOE_OPS_WGMMA(72, 9, "%36, %37, %38, %39", "%40")
 MOE_OPS_WGMMA(80, 10, "%40, %41, %42, %43", "%44")
+MOE_OPS_WGMMA(88, 11, "%44, %45, %46, %47", "%48")
 MOE_OPS_WGMMA(96, 12, "%48, %49, %50, %51", "%52")
+MOE_OPS_WGMMA(104, 13, "%52, %53, %54, %55", "%56")
 MOE_OPS_WGMMA(112, 14, "%56, %57, %58, %59", "%60")
 MOE_OPS_WGMMA(120, 15, "%60, %61, %62, %63", "%64")
 MOE_OPS_WGMMA(128, 16, "%64, %65, %66, %67", "%68")
