@@ -3,6 +3,7 @@
 #   environment EXTRA...   uses the virtual environment that is active, else makes .venv; installs what is missing of the
 #                          named extras of pyproject.toml; sets PYTHON
 #   tools EXTRA...         the same, but leaves an active environment as it is
+#   explain SCRIPT ARG...  prints the comment at the script's head and ends, where an argument before -- asks for help
 #   build                  builds the native libraries in place where their sources are newer
 #
 # MOE_OPS_TORCH names the torch to install where there is none (default torch==2.13.0; a local or CPU build can be named).
@@ -44,6 +45,16 @@ environment() {
   rm -f "$constraint"
   { [ ! -f "$stamp" ] || cat "$stamp"; printf '%s\n' "$wanted"; } | sort -u >"$stamp.new"
   mv "$stamp.new" "$stamp"
+}
+
+explain() {
+  local script=$1 word
+  for word in "${@:2}"; do
+    case "$word" in
+      --) return 0 ;;
+      --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script"; exit 0 ;;
+    esac
+  done
 }
 
 find_python() {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,17 @@ def test_example(example: Path) -> None:
     if example.stem == "train_router":
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
         assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("script", ["demo", "test", "test-full", "test-gpu", "test-npu"])
+def test_scripts_explain_themselves(script: str, tmp_path: Path) -> None:
+    """Before they make an environment or build anything."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    command = ["bash", str(tmp_path / "scripts" / script), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"usage: scripts/{script}".removesuffix("-full") in done.stdout, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
 
 
 def test_every_example_is_listed() -> None:
