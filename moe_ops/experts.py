@@ -32,8 +32,8 @@ from moe_ops.meta.fused_mxfp4_moe import (
     PREPARED_LAYOUTS,
     W13_LAYOUTS,
     PreparedLayout,
-    _check_bias,
-    _check_u8,
+    check_bias,
+    check_u8,
     checkpoint_geometry,
 )
 from moe_ops.reference.mxfp4 import quantize_mxfp4
@@ -70,7 +70,7 @@ def x86_v1_geometry(
     require(num_experts > 0, op, "w13", "of at least one expert", w13)
     shapes = _x86_v1_shapes(num_experts, hidden_size, intermediate_size)
     for name, tensor in (("w13", w13), ("w13_scale", w13_scale), ("w2", w2), ("w2_scale", w2_scale)):
-        _check_u8(op, name, tensor, shapes[name])
+        check_u8(op, name, tensor, shapes[name])
     return num_experts, intermediate_size
 
 
@@ -120,8 +120,8 @@ class Mxfp4Experts:
         self.num_experts, self.intermediate_size = checkpoint_geometry(
             op, self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
         )
-        _check_bias(op, "w13_bias", self.w13_bias, self.num_experts, 2 * self.intermediate_size)
-        _check_bias(op, "w2_bias", self.w2_bias, self.num_experts, self.hidden_size)
+        check_bias(op, "w13_bias", self.w13_bias, self.num_experts, 2 * self.intermediate_size)
+        check_bias(op, "w2_bias", self.w2_bias, self.num_experts, self.hidden_size)
 
     @classmethod
     def from_float(
@@ -143,7 +143,7 @@ class Mxfp4Experts:
         return cls(*quantize(w13), *quantize(w2), w13_layout=w13_layout, w13_bias=w13_bias, w2_bias=w2_bias)
 
     def __repr__(self) -> str:
-        return f"Mxfp4Experts({_sizes(self)}, {self.w13_layout})"
+        return f"Mxfp4Experts({sizes_text(self)}, {self.w13_layout})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of repacked bytes would pass for checkpoint bytes.
@@ -253,7 +253,7 @@ class PreparedExperts:
         )
 
     def __repr__(self) -> str:
-        return f"PreparedExperts({_sizes(self)}, {self.weight_layout})"
+        return f"PreparedExperts({sizes_text(self)}, {self.weight_layout})"
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of fused_mxfp4_moe that describe these weights."""
@@ -350,7 +350,7 @@ class PreparedExperts:
         )
 
 
-def _sizes(experts: Any) -> str:
+def sizes_text(experts: Any) -> str:
     return (
         f"{experts.num_experts} experts, hidden_size={experts.hidden_size}, "
         f"intermediate_size={experts.intermediate_size}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops._errors import require
-from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts, _sizes
+from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts, sizes_text
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
 
@@ -96,7 +96,7 @@ class FusedMxfp4Experts(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{_sizes(self)}, {self.weight_layout}, {self.options['activation']}"
+        return f"{sizes_text(self)}, {self.weight_layout}, {self.options['activation']}"
 
     # A state dict holds tensors alone, and rows in another order have the same shapes: their names travel in its
     # metadata, where nothing that reads the tensors sees them. What has lost the metadata (safetensors) is not checked.

@@ -136,7 +136,7 @@ class Checkpoint:
             raise ValueError(f"load_experts: experts must be in [0, {layer.num_experts}), got {bad[0]}")
         if not slots:
             raise ValueError("load_experts: experts must be at least one expert, got none")
-        return _fill(
+        return fill_experts(
             slots,
             lambda expert: layer.scheme.expert(prefix, expert, self.read, self.__contains__),
             layer.scheme.w13_layout,
@@ -149,7 +149,7 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
 
 
-def _fill(
+def fill_experts(
     slots: Sequence[int],
     read: Callable[[int], OneExpert],
     w13_layout: str,

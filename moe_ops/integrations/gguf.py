@@ -16,7 +16,7 @@ import torch
 
 from moe_ops.experts import Mxfp4Experts
 from moe_ops.integrations._names import OneExpert
-from moe_ops.integrations.checkpoints import _fill
+from moe_ops.integrations.checkpoints import fill_experts
 
 BLOCK_BYTES = 17
 
@@ -95,7 +95,7 @@ class GgufFile:
         bad = [expert for expert in slots if not 0 <= expert < num_experts]
         if bad or not slots:
             raise ValueError(f"load_experts: experts must be some in [0, {num_experts}), got {bad[:1] or 'none'}")
-        return _fill(slots, lambda expert: self._expert(layer, expert), "gate_up", device, progress)
+        return fill_experts(slots, lambda expert: self._expert(layer, expert), "gate_up", device, progress)
 
     def _expert(self, layer: int, expert: int) -> OneExpert:
         codes, scales, biases = {}, {}, {}

@@ -49,7 +49,7 @@ def resolve_activation(
     return activation, limit, SWIGLU_OAI_ALPHA if swiglu_alpha is None else swiglu_alpha
 
 
-def _check_u8(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def check_u8(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     ok = rank(tensor) == len(shape) and tensor.dtype == torch.uint8 and tensor.is_contiguous()
     ok = ok and all(actual == expected for actual, expected in zip(tensor.shape, shape, strict=True))
     got = tensor if tensor is None or tensor.is_contiguous() else "a tensor that is not contiguous"
@@ -74,10 +74,10 @@ def checkpoint_geometry(
     ok = intermediate_size > 0 and intermediate_size % BLOCK == 0
     require(ok, op, "intermediate_size", f"a multiple of {BLOCK}", str(intermediate_size))
     require(num_experts > 0, op, "w13", "of at least one expert", w13)
-    _check_u8(op, "w13", w13, (num_experts, 2 * intermediate_size, hidden_size // 2))
-    _check_u8(op, "w13_scale", w13_scale, (num_experts, 2 * intermediate_size, hidden_size // BLOCK))
-    _check_u8(op, "w2", w2, (num_experts, hidden_size, intermediate_size // 2))
-    _check_u8(op, "w2_scale", w2_scale, (num_experts, hidden_size, intermediate_size // BLOCK))
+    check_u8(op, "w13", w13, (num_experts, 2 * intermediate_size, hidden_size // 2))
+    check_u8(op, "w13_scale", w13_scale, (num_experts, 2 * intermediate_size, hidden_size // BLOCK))
+    check_u8(op, "w2", w2, (num_experts, hidden_size, intermediate_size // 2))
+    check_u8(op, "w2_scale", w2_scale, (num_experts, hidden_size, intermediate_size // BLOCK))
     return num_experts, intermediate_size
 
 
@@ -116,8 +116,8 @@ def check_moe(
             expected = f"'{CHECKPOINT}' or a prepared layout of {here}"
             raise argument_error(op, "weight_layout", expected, f"'{weight_layout}'")
         num_experts, intermediate_size = layout.geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
-    _check_bias(op, "w13_bias", w13_bias, num_experts, 2 * intermediate_size)
-    _check_bias(op, "w2_bias", w2_bias, num_experts, hidden_size)
+    check_bias(op, "w13_bias", w13_bias, num_experts, 2 * intermediate_size)
+    check_bias(op, "w2_bias", w2_bias, num_experts, hidden_size)
     if expert_map is not None:
         ok = expert_map.dim() == 1 and expert_map.dtype == torch.int32
         require(ok, op, "expert_map", "[num_experts] int32", expert_map)
@@ -137,7 +137,7 @@ def check_moe(
     return num_experts, intermediate_size
 
 
-def _check_bias(op: str, name: str, bias: torch.Tensor | None, num_experts: int, width: int) -> None:
+def check_bias(op: str, name: str, bias: torch.Tensor | None, num_experts: int, width: int) -> None:
     if bias is None:
         return
     ok = bias.dim() == 2 and bias.dtype in FLOATS and bias.shape[0] == num_experts and bias.shape[1] == width
