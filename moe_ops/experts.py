@@ -208,13 +208,14 @@ class Mxfp4Experts:
         )
 
     def _prepare_sm90(self) -> PreparedExperts:
-        from moe_ops.cuda import prepare_sm90
+        from moe_ops.cuda import layout_for, prepare_sm90
 
         raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        packed = prepare_sm90(*raw, w13_layout=self.w13_layout)
+        layout = layout_for(*raw)
+        packed = prepare_sm90(*raw, w13_layout=self.w13_layout, weight_layout=layout)
         return PreparedExperts(
             *packed,
-            weight_layout=SM90_V1,
+            weight_layout=layout,
             w13_layout=self.w13_layout,
             hidden_size=self.hidden_size,
             w13_bias=self.w13_bias,

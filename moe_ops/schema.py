@@ -187,7 +187,7 @@ OPS: tuple[Op, ...] = (
     Op(
         "_sm90_decode",
         f"({_MOE_TENSORS}, Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, int[] row_places, bool oai,"
-        " float limit, float alpha, bool one_order, Tensor(a!) out) -> ()",
+        " float limit, float alpha, bool one_order, bool all_scales, Tensor(a!) out) -> ()",
         {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
     ),
     Op(

@@ -8,14 +8,16 @@ Importing this touches no device.
 """
 
 from moe_ops.cuda.plans import cache_file, report
-from moe_ops.cuda.prepare import LAYOUT, prepare, prepare_sm90, sm90_reason
+from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT, layout_for, prepare, prepare_sm90, sm90_reason
 from moe_ops.cuda.tuning import autotune, geometry_of, warm_up
 
 __all__ = [
+    "ALL_SCALES",
     "LAYOUT",
     "autotune",
     "cache_file",
     "geometry_of",
+    "layout_for",
     "prepare",
     "prepare_sm90",
     "report",

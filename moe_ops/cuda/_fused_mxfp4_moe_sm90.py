@@ -1,4 +1,4 @@
-"""fused_mxfp4_moe on Hopper, for weights in layout "sm90_v1"."""
+"""fused_mxfp4_moe on Hopper, for weights in layout "sm90_v1" or "sm90_v1_all_scales"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moe_ops._errors import require
 from moe_ops.cuda.plans import Geometry, Plan, cached_plan, chunk_of
-from moe_ops.cuda.prepare import LAYOUT
+from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
 
@@ -80,9 +80,10 @@ def _compute(
     kernel: str | None = None,
 ) -> None:
     op = "fused_mxfp4_moe"
-    require(weight_layout == LAYOUT, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
+    layouts = (LAYOUT, ALL_SCALES)
+    require(weight_layout in layouts, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
     is_half = hidden_states.dtype in (torch.bfloat16, torch.float16)
-    require(is_half, op, "hidden_states", f"bfloat16 or float16 for weight_layout '{LAYOUT}'", hidden_states)
+    require(is_half, op, "hidden_states", f"bfloat16 or float16 for weight_layout '{weight_layout}'", hidden_states)
     capability = torch.cuda.get_device_capability(hidden_states.device)
     if capability != (9, 0):
         raise RuntimeError(
@@ -93,6 +94,8 @@ def _compute(
     if num_tokens == 0 or top_k == 0:
         out.zero_()
         return
+    tensors = (w13, w13_scale, w2, w2_scale)
+    all_scales = weight_layout == ALL_SCALES
     kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
     intermediate = w13.shape[1] * 8
     row_places = {"gate_up": [0, intermediate, 1], "up_gate": [intermediate, 0, 1], "interleaved": [0, 1, 2]}
@@ -104,10 +107,10 @@ def _compute(
     result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     biases = _float32(w13_bias), _float32(w2_bias)
     routes = None if expert_map is None else expert_map.contiguous()
-    tensors = (w13, w13_scale, w2, w2_scale)
     geometry = Geometry(w13.shape[0], x.shape[1], intermediate, top_k)
-    # The grouped kernel has bfloat16 operands, and sums in another order than the decode kernel.
-    if batch_invariant or x.dtype != torch.bfloat16:
+    # The grouped kernel has bfloat16 operands, made by one multiplication, and sums in another order than the decode
+    # kernel.
+    if batch_invariant or all_scales or x.dtype != torch.bfloat16:
         kernel = "decode"
     if kernel is None:
         plan = cached_plan(geometry, num_tokens, x.device.index)
@@ -118,7 +121,7 @@ def _compute(
         batch = x[part], ids[part], weights[part]
         if plan.kernel == "decode":
             torch.ops.moe_ops._sm90_decode.default(
-                *batch, *tensors, *biases, routes, *function, batch_invariant, result[part]
+                *batch, *tensors, *biases, routes, *function, batch_invariant, all_scales, result[part]
             )
         else:
             _grouped(*batch, tensors, biases, routes, function, plan.kernel == "wide", result[part])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     from moe_ops.experts import Mxfp4Experts, PreparedExperts
 
 LAYOUT = "sm90_v1"
+# The same bytes, with scale codes from 0 to 255: slower kernels, as exact.
+ALL_SCALES = "sm90_v1_all_scales"
 
 # Scale codes of weights that are normal bfloat16 numbers and one multiplication away from their codes: 2^-126 to 2.
 LEAST_SCALE, MOST_SCALE = 1, 128
-
-# Packing takes several times the memory of what it packs; it goes by pieces of this many bytes of codes.
-PIECE_BYTES = 1 << 20
+NAN_SCALE = 255
 
 
 def _geometry(
@@ -45,11 +44,11 @@ def _geometry(
     return num_experts, intermediate
 
 
-PREPARED_LAYOUTS[LAYOUT] = PreparedLayout("cuda", _geometry)
+PREPARED_LAYOUTS[LAYOUT] = PREPARED_LAYOUTS[ALL_SCALES] = PreparedLayout("cuda", _geometry)
 
 
 def sm90_reason(w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor) -> str | None:
-    """Why these checkpoint tensors cannot have the Hopper kernels, in one line, or None. Waits for the device."""
+    """Why these checkpoint tensors cannot have the Hopper kernels, in one line, or None."""
     from moe_ops._register import MISSING
 
     if os.environ.get("MOE_OPS_SM90", "1") == "0":
@@ -62,59 +61,80 @@ def sm90_reason(w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2
     capability = torch.cuda.get_device_capability(w13.device)
     if capability != (9, 0):
         return f"the device has compute capability {capability[0]}.{capability[1]}, not 9.0"
-    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
-        outside = scales_outside(scale)
-        if outside:
-            return f"{outside} scales of {name} are outside {LEAST_SCALE}..{MOST_SCALE}"
     return None
 
 
-def scales_outside(scale: torch.Tensor) -> int:
-    """How many scale codes the kernels do not hold exactly."""
-    return sum(int(((expert < LEAST_SCALE) | (expert > MOST_SCALE)).sum()) for expert in scale)
+def _outside(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of one expert's matrix whose scale codes are not among those of LAYOUT: those of zeros, to which any
+    finite scale gives the same value, and the others."""
+    outside = (scale < LEAST_SCALE) | (scale > MOST_SCALE)
+    if not outside.any():
+        return outside, outside
+    zeros = (codes.view(*scale.shape, GROUP // 2) & 0x77).amax(-1) == 0
+    harmless = outside & zeros & (scale != NAN_SCALE)
+    return harmless, outside & ~harmless
 
 
-def _pack_rows(target: torch.Tensor, source: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """target, [strips, n] bytes, becomes the packed form of source, [rows, k / 2 or k / 32] bytes."""
-    strips = max(1, PIECE_BYTES // (source.shape[1] * STRIP))
-    for first in range(0, target.shape[0], strips):
-        rows = source[first * STRIP : (first + strips) * STRIP]
-        target[first : first + strips] = pack(rows)
+def scales_outside(codes: torch.Tensor, scale: torch.Tensor) -> int:
+    """How many blocks of 32 weights LAYOUT does not hold exactly. Waits for the device."""
+    return sum(int(_outside(*expert)[1].sum()) for expert in zip(codes, scale, strict=True))
+
+
+def layout_for(w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor) -> str:
+    """LAYOUT, or ALL_SCALES where blocks need it."""
+    return ALL_SCALES if scales_outside(w13, w13_scale) or scales_outside(w2, w2_scale) else LAYOUT
+
+
+def _pack(codes: torch.Tensor, scale: torch.Tensor, w13_layout: str | None) -> None:
+    """One expert's matrix, in place; a copy of it lives besides. w13_layout: None for w2."""
+    source, source_scale = codes.clone(), scale.clone()
+    if codes.is_cuda:
+        from moe_ops.cuda._pack import pack
+
+        pack(source, source_scale, codes, scale, w13_layout)
+        return
+    order = None if w13_layout is None else w13_row_order(codes.shape[0] // 2, w13_layout)
+    for target, rows, packed in ((codes, source, pack_codes), (scale, source_scale, pack_scales)):
+        target.copy_(packed(rows if order is None else rows[order]).view(target.shape))
 
 
 def prepare_sm90(
-    w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor, *, w13_layout: str
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    w13_layout: str,
+    weight_layout: str = LAYOUT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pack contiguous checkpoint tensors inside their own storage; (w13, w13_scale, w2, w2_scale) for
-    `fused_mxfp4_moe(..., weight_layout="sm90_v1")`, of rank 4.
+    `fused_mxfp4_moe(..., weight_layout=...)`, of rank 4.
 
     The checkpoint tensors are consumed: their bytes are the packed ones afterwards. Memory beyond the weights: one
     expert. `w13_layout` stays an argument of the op, for the bias. Weights that were prepared already, or whose scales
-    the kernels do not hold exactly, are refused by name, before anything is changed.
+    "sm90_v1" does not hold exactly, are refused by name, before anything is changed: `layout_for` says which layout
+    does. Blocks of zeros get a scale that "sm90_v1" has.
     """
     op = "prepare_sm90"
+    layouts = (LAYOUT, ALL_SCALES)
+    require(weight_layout in layouts, op, "weight_layout", f"'{LAYOUT}' or '{ALL_SCALES}'", f"'{weight_layout}'")
     require(w13_layout in W13_LAYOUTS, op, "w13_layout", "'gate_up', 'up_gate' or 'interleaved'", f"'{w13_layout}'")
     for name, tensor in (("w13", w13), ("w13_scale", w13_scale), ("w2", w2), ("w2_scale", w2_scale)):
         fresh = tensor.dim() == 3 and not _repacked.is_marked(tensor)
         require(fresh, op, name, "a checkpoint tensor of 3 dimensions, not prepared before", tensor)
     hidden_size = w13.shape[2] * 2
     num_experts, intermediate = checkpoint_geometry(op, hidden_size, w13, w13_scale, w2, w2_scale)
-    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
-        outside = scales_outside(scale)
+    for name, codes, scale in (("w13_scale", w13, w13_scale), ("w2_scale", w2, w2_scale)):
+        outside = scales_outside(codes, scale) if weight_layout == LAYOUT else 0
         require(outside == 0, op, name, f"of codes {LEAST_SCALE} to {MOST_SCALE}", f"{outside} codes outside")
-    order = w13_row_order(intermediate, w13_layout, w13.device)
     strips13, strips2 = intermediate // 8, hidden_size // STRIP
     _repacked.mark(w13, w13_scale, w2, w2_scale)
     with torch.no_grad():
         for expert in range(num_experts):
-            for tensor, strips, pack, rows in (
-                (w13, strips13, pack_codes, order),
-                (w13_scale, strips13, pack_scales, order),
-                (w2, strips2, pack_codes, None),
-                (w2_scale, strips2, pack_scales, None),
-            ):
-                source = tensor[expert].clone() if rows is None else tensor[expert][rows]
-                _pack_rows(tensor[expert].view(strips, -1), source, pack)
+            for codes, scale, layout in ((w13, w13_scale, w13_layout), (w2, w2_scale, None)):
+                harmless, _ = _outside(codes[expert], scale[expert])
+                scale[expert].masked_fill_(harmless, MOST_SCALE)
+                _pack(codes[expert], scale[expert], layout)
     return (
         w13.view(num_experts, strips13, STRIP, -1),
         w13_scale.view(num_experts, strips13, STRIP, -1),

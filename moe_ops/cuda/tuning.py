@@ -9,7 +9,7 @@ import torch
 
 from moe_ops._errors import require
 from moe_ops.cuda import plans
-from moe_ops.cuda.prepare import LAYOUT
+from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT
 
 SEED = 1234
 REPLAYS = 7
@@ -18,7 +18,9 @@ REPLAYS = 7
 def geometry_of(arguments: dict[str, Any], top_k: int) -> plans.Geometry:
     """arguments: of PreparedExperts.arguments()."""
     layout = arguments["weight_layout"]
-    require(layout == LAYOUT, "geometry_of", "weight_layout", f"'{LAYOUT}'", f"'{layout}'")
+    require(
+        layout in (LAYOUT, ALL_SCALES), "geometry_of", "weight_layout", f"'{LAYOUT}' or '{ALL_SCALES}'", f"'{layout}'"
+    )
     w13, w2 = arguments["w13"], arguments["w2"]
     return plans.Geometry(w13.shape[0], w2.shape[1] * w2.shape[2], w13.shape[1] * 8, top_k)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_ops.cuda.layout import pack_codes, pack_scales, unpack_codes, unpack_scales, w13_row_order
-from moe_ops.cuda.prepare import LAYOUT, prepare_sm90, scales_outside
+from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT, layout_for, prepare_sm90, scales_outside
 from moe_ops.meta.fused_mxfp4_moe import PREPARED_LAYOUTS
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
 
@@ -108,7 +108,42 @@ def test_prepare_refuses_prepared_weights_and_scales_that_the_kernels_do_not_hol
         raw = experts()
         raw[3][1, 5, 1] = code
         kept = [tensor.clone() for tensor in raw]
-        assert scales_outside(raw[3]) == 1
+        assert scales_outside(raw[2], raw[3]) == 1 and scales_outside(raw[0], raw[1]) == 0
+        assert layout_for(*raw) == ALL_SCALES
         with pytest.raises(ValueError, match="w2_scale must be of codes 1 to 128, got 1 codes outside"):
             prepare_sm90(*raw, w13_layout="gate_up")
         assert all(torch.equal(a, b) for a, b in zip(raw, kept, strict=True))
+
+
+def test_all_scales_are_packed_where_the_layout_says_so():
+    raw = experts()
+    raw[1][0, 3, 1], raw[3][2, 17, 0] = 255, 0
+    kept = [tensor.clone() for tensor in raw]
+    packed = prepare_sm90(*raw, w13_layout="gate_up", weight_layout=ALL_SCALES)
+    order = w13_row_order(64, "gate_up")
+    for expert in range(3):
+        assert torch.equal(unpack_scales(packed[1][expert].flatten(1), 96), kept[1][expert][order])
+        assert torch.equal(unpack_scales(packed[3][expert].flatten(1), 64), kept[3][expert])
+    assert PREPARED_LAYOUTS[ALL_SCALES].geometry("op", 96, *packed) == (3, 64)
+    with pytest.raises(ValueError, match="weight_layout must be 'sm90_v1' or 'sm90_v1_all_scales', got 'x86_v1'"):
+        prepare_sm90(*experts(), w13_layout="gate_up", weight_layout="x86_v1")
+
+
+def test_blocks_of_zeros_get_a_scale_that_the_layout_has():
+    raw = experts()
+    for codes, scale in ((raw[0], raw[1]), (raw[2], raw[3])):
+        codes.view(*scale.shape, 16)[1, 5, 1] = torch.tensor([0x00, 0x88] * 8, dtype=torch.uint8)  # zeros of both signs
+        scale[1, 5, 1] = 0
+    kept = [tensor.clone() for tensor in raw]
+    assert layout_for(*raw) == LAYOUT
+    packed = prepare_sm90(*raw, w13_layout="gate_up")
+    for i, k in ((0, 96), (2, 64)):
+        codes, scale = (packed[i + j][1].flatten(1) for j in range(2))
+        row = 5 if i else w13_row_order(64, "gate_up").tolist().index(5)
+        found = dequantize_mxfp4(unpack_codes(codes, k), unpack_scales(scale, k))[row]
+        expected = dequantize_mxfp4(kept[i][1], kept[i + 1][1])[5]
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    raw = experts()
+    raw[2].view(*raw[3].shape, 16)[1, 5, 1] = 0
+    raw[3][1, 5, 1] = 255  # NaN, also of zeros
+    assert layout_for(*raw) == ALL_SCALES

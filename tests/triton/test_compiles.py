@@ -1,4 +1,4 @@
-"""The kernels of the matmul compile for sm_80 and sm_90 with the Triton that is installed.
+"""Kernels compile for sm_80 and sm_90 with the Triton that is installed.
 
 No device is needed. What runs elsewhere is tests/ops, in the interpreter and on a device.
 """
@@ -17,6 +17,7 @@ try:
 except ImportError:
     pytest.skip("this Triton compiles only for the device at hand", allow_module_level=True)
 
+from moe_ops.cuda import _pack  # noqa: E402
 from moe_ops.triton import _combine_rows, _expert_gradient, _expert_matmul  # noqa: E402
 
 INT, FLOAT = "i32", "fp32"
@@ -94,3 +95,11 @@ def test_rows_are_loaded_in_whole_vectors():
     fixed = {"UNROLLED": 8, "WIDTH": 8, "BLOCK": _combine_rows.BLOCK_COLUMNS, "EMULATED": False}
     ptx = compiles(_combine_rows._combine_rows, signature, fixed, 90)
     assert ptx.count("ld.global.v4") == 8 and ptx.count("st.global.v4") == 1
+
+
+def test_packing_for_hopper():
+    sizes = ("groups", "half_first", "half_second", "row_step", "strip_step")
+    signature = {
+        "raw": "*i32", "packed": "*i32", "raw_scale": "*u8", "packed_scale": "*u8", **dict.fromkeys(sizes, INT)
+    }  # fmt: skip
+    assert compiles(_pack._pack, signature, {"GROUPS": _pack.GROUPS}, 90)

@@ -105,17 +105,15 @@ sm90::Problem problem_of(const Tensor& hidden_states, const Tensor& topk_ids, co
 void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
                  const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale, std::optional<Tensor> w13_bias,
                  std::optional<Tensor> w2_bias, std::optional<Tensor> expert_map, std::vector<int64_t> row_places,
-                 bool oai, double limit, double alpha, bool one_order, Tensor out) {
+                 bool oai, double limit, double alpha, bool one_order, bool all_scales, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
   const sm90::Problem q = problem_of(hidden_states, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, w13_bias,
                                      w2_bias, expert_map, row_places, oai, limit, alpha, out);
   if (!sm90::decode_supports(q)) throw std::runtime_error("_sm90_decode: too many slots or experts");
   cudaStream_t stream = current_stream(hidden_states);
-  const int64_t first = static_cast<int64_t>(sm90::decode_gate_up_floats(q));
-  const int64_t second = static_cast<int64_t>(sm90::decode_down_floats(q));
-  Tensor sums = torch::stable::new_empty(hidden_states, {first + second}, ScalarType::Float);
-  float* base = static_cast<float*>(sums.data_ptr());
-  const sm90::DecodeScratch scratch{base, base + first, counters(hidden_states, stream), one_order};
+  const int64_t words = static_cast<int64_t>(sm90::decode_scratch_words(q));
+  Tensor sums = torch::stable::new_empty(hidden_states, {words}, ScalarType::Float);
+  const sm90::DecodeScratch scratch{sums.data_ptr(), counters(hidden_states, stream), one_order, all_scales};
   STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
 }
 

@@ -34,15 +34,14 @@ struct Problem {
 // Decode: one persistent cooperative kernel for at most kDecodeSlots routed slots and kDecodeMaxExperts experts.
 constexpr int kDecodeSlots = 512;
 constexpr int kDecodeMaxExperts = 6144;
-constexpr int kDecodeCounters = 4;
+constexpr int kDecodeCounters = 4 + kDecodeSlots;
 struct DecodeScratch {
-  float* gate_up;      // decode_gate_up_floats(): partial sums of the first matrix
-  float* down;         // decode_down_floats(): partial sums of the second one
+  void* words;         // decode_scratch_words() of 4 bytes
   unsigned* counters;  // kDecodeCounters words, zero before the first call; every call leaves them zero
   bool one_order;      // the same bits for a row in every batch
+  bool all_scales;     // scale codes outside 1..128 occur
 };
-size_t decode_gate_up_floats(const Problem& problem);
-size_t decode_down_floats(const Problem& problem);
+size_t decode_scratch_words(const Problem& problem);
 // False where an activation row does not fit in shared memory.
 bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);

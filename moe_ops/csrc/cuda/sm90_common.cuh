@@ -37,6 +37,14 @@ MOE_OPS_DEVICE void barrier_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+MOE_OPS_DEVICE void add_release(int* shared, int amount) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(smem_address(shared)), "r"(amount) : "memory");
+}
+MOE_OPS_DEVICE int load_acquire(const int* shared) {
+  int v;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(v) : "r"(smem_address(shared)) : "memory");
+  return v;
+}
 MOE_OPS_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
@@ -92,6 +100,11 @@ MOE_OPS_DEVICE float shared_load_float(uint32_t address) { return __uint_as_floa
 MOE_OPS_DEVICE float4 load_l2_float4(const void* p) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  return v;
+}
+MOE_OPS_DEVICE int load_l2_int(const void* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 MOE_OPS_DEVICE uint2 load_volatile2(const void* p) {

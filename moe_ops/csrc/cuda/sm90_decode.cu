@@ -5,63 +5,30 @@
 //
 //   strip   16 weight rows x all of k; w13: 8 gate rows and their 8 up rows; contiguous in memory
 //   block   a strip's 128 k: one 16-byte vector per lane and row half; the last block of a strip may hold 32 to 96 k
-//   unit    one part of a strip's k; the parts' sums meet in memory, in their order
 //   tile    up to 8 tokens of one expert (fewer where a token's activations are very long)
 //
-// Each block of the grid takes the same number of consecutive units, and its 12 consumer warps take them in turn. A
-// warp feeds itself: bulk copies into a ring of its own, which runs ahead over units, tiles and from w13 to w2, so that
-// memory never waits for a barrier. Four helper warps turn the tokens of the coming tiles into fp16 fragments in shared
-// memory. Sums over a row's k are split at fixed places, whatever the batch, the grid or the timing: a row's result
-// depends on that row alone.
+// Each block of the grid takes the same number of consecutive blocks of weights, and of each tile in its range its 12
+// consumer warps take equal runs. A strip may be cut: the warp that began it adds what the next ones find, in order,
+// through shared memory; where a range ends inside a strip, the two sums meet in memory. A warp feeds itself: bulk
+// copies into a ring of its own, which runs ahead over strips, tiles and from w13 to w2, so that memory never waits for
+// a barrier. Four helper warps turn the tokens of the coming tiles into fp16 fragments in shared memory. Cuts depend on
+// the batch's routing, not on timing; with `one_order` there are none, and a row's result depends on that row alone.
+#include <algorithm>
+
 #include "sm90_decode_units.cuh"
 
 namespace moe_ops::sm90 {
 namespace {
 
-// The helpers: the activations of the tiles to come, and the wait between the phases.
-__device__ void help(const Params& p, Shared& s, uint32_t activations) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x - kConsumers) >> 5;
-  int tile_count = 0, ready_count = 0, oldest = 0;
-  for (int which = 0; which < 2; ++which) {
-    const Phase& ph = p.phase[which];
-    const Range range = range_of(s, which);
-    if (which == 1) {
-      if (threadIdx.x == kConsumers) {
-        barrier_wait(smem_address(&s.phase_done), 0);
-        grid_barrier(p.counters);
-        barrier_arrive(smem_address(&s.next_phase));
-      }
-      barrier_wait(smem_address(&s.next_phase), 0);
-      load_first<1>(p, s, activations, [] {});
-    }
-    if (range.begin == range.end) continue;
-    const uint32_t first = range.begin / ph.units, last = (range.end - 1) / ph.units;
-    uint32_t oldest_tile = first;
-    // All of the other phase's tiles are done with by now, but their barriers still count.
-    for (; oldest < tile_count; ++oldest)
-      barrier_wait(smem_address(&s.tile_done[oldest % kTileSlots]), oldest / kTileSlots & 1);
-    ++tile_count;  // the first tile is everybody's
-    int used = s.tile[first].x >> 24, row = used == ph.rows ? 0 : used;
-    for (uint32_t tile = first + 1; tile <= last; ++tile, ++tile_count, ++ready_count) {
-      const uint2 entry = s.tile[tile];
-      const int tokens = entry.x >> 24;
-      while (used + tokens > ph.rows || tile_count - oldest >= kTileSlots) {
-        barrier_wait(smem_address(&s.tile_done[oldest % kTileSlots]), oldest / kTileSlots & 1);
-        used -= s.tile[oldest_tile++].x >> 24;
-        ++oldest;
-      }
-      if (threadIdx.x == kConsumers) s.tile_row[ready_count % kTileSlots] = row;
-      if (which == 0)
-        TileLoader<0>{p, s, entry, row, activations}.run(warp, kHelperWarps, [] {});
-      else
-        TileLoader<1>{p, s, entry, row, activations}.run(warp, kHelperWarps, [] {});
-      __syncwarp();
-      if (lane == 0) barrier_arrive(smem_address(&s.tile_ready[ready_count % kTileSlots]));
-      used += tokens;
-      row += tokens;
-      if (row >= ph.rows) row -= ph.rows;
-    }
+// One thread: the block's part of the first matrix is in memory; returns when all of its first tile of w2 is.
+MOE_OPS_DEVICE void exchange(const Params& p, const Shared& s) {
+  const Range mine = range_of(s, 0), next = range_of(s, 1);
+  const uint32_t units = p.phase[0].units;
+  for (uint32_t tile = mine.begin / units; mine.begin < mine.end && tile * units < mine.end; ++tile) {
+    const Range part = mine.of_tile(tile, units);
+    publish(p.tile_counters() + tile, part.end - part.begin);
   }
+  if (next.begin < next.end) wait_for(p.tile_counters() + next.begin / p.phase[1].units, units);
 }
 
 // out[t] = sum over k, in slot order, of weight * row; one rounding.
@@ -70,7 +37,6 @@ __device__ void combine(const Params& p, const Shared& s) {
   const int columns = q.hidden_size / 4;
   const int total = q.num_tokens * columns;
   const int64_t step = static_cast<int64_t>(q.num_tokens) * q.top_k * q.hidden_size;
-  const int parts = 1 << p.phase[1].parts_log2;
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < total; i += gridDim.x * kThreads) {
     const int token = i / columns, column = (i - token * columns) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
@@ -80,9 +46,11 @@ __device__ void combine(const Params& p, const Shared& s) {
       const int slot = token * q.top_k + k;
       const float w = s.weight[slot];
       if (w != 0.0f) {
+        // Memory of a second piece that does not exist is read and not used.
+        const int cut = load_l2_int(p.cut[1] + slot * p.phase[1].strips + column / 16);
         float4 v = load_l2_float4(from + static_cast<int64_t>(k) * q.hidden_size);
-        for (int part = 1; part < parts; ++part) {
-          const float4 more = load_l2_float4(from + part * step + static_cast<int64_t>(k) * q.hidden_size);
+        const float4 more = load_l2_float4(from + step + static_cast<int64_t>(k) * q.hidden_size);
+        if (cut != 0) {
           v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
         }
         if (q.w2_bias != nullptr) {
@@ -97,9 +65,12 @@ __device__ void combine(const Params& p, const Shared& s) {
   }
 }
 
+// kAllScales: for weights with scale codes outside 1..128.
+template <bool kAllScales>
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8_t shared_memory[];
-  const int ring_bytes = kWarps * p.stages * kStageBytes;
+  extern __shared__ __align__(128) uint8_t shared_memory[];
+  const Slot slot = load_slot(p.problem);
+  const int ring_bytes = kWarps * p.stages * p.stage_bytes();
   Shared& s = *reinterpret_cast<Shared*>(shared_memory + ring_bytes);
   uint8_t* activations = shared_memory + ring_bytes + sizeof(Shared);
   const int tid = threadIdx.x, warp = uniform(tid >> 5), lane = tid & 31;
@@ -112,42 +83,83 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
     }
   }
-  if (tid < kWarps * kMaxStages) barrier_init(smem_address(&s.arrived[0][0] + tid), 1);
+  if (warp < kWarps && lane < kMaxStages) barrier_init(smem_address(&s.arrived[warp][lane]), 1);
   if (tid < kTileSlots) {
-    barrier_init(smem_address(&s.tile_ready[tid]), kHelperWarps);
+    barrier_init(smem_address(&s.tile_open[tid]), 1);
     barrier_init(smem_address(&s.tile_done[tid]), kWarps);
   }
   if (tid < 2) barrier_init(smem_address(&s.first_ready[tid]), kWarps + kHelperWarps);
+  if (tid < 2 * kWarps) barrier_init(smem_address(&s.part_ready[0][0] + tid), 1);
   if (tid == 0) {
     barrier_init(smem_address(&s.phase_done), kWarps);
     barrier_init(smem_address(&s.next_phase), 1);
   }
   if (tid < 4) reinterpret_cast<uint32_t*>(s.zero)[tid] = 0;
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  route(p, s, reinterpret_cast<int*>(activations));
+  Stream stream{p,
+                s,
+                smem_address(shared_memory) + warp * p.stages * p.stage_bytes(),
+                smem_address(&s.arrived[warp < kWarps ? warp : 0][0]),
+                warp,
+                policy_evict_first()};
+  __syncwarp();
+  const bool small = p.problem.num_tokens * p.problem.top_k <= 32;
+  const uint32_t fragments = smem_address(activations);
+  if (warp == 0 || !small) route(p, s, reinterpret_cast<int*>(activations), slot);
+  __syncthreads();
+  // Every warp's first stage comes before anybody's second.
+  load_first<0>(p, s, fragments, [&] {
+    if (warp < kWarps) {
+      stream.start();
+      stream.issue();
+    }
+  });
+  __syncwarp();
+  if (lane == 0) barrier_arrive(smem_address(&s.first_ready[0]));
+  Consumer<kAllScales> consumer{p, s, stream, fragments, warp, lane};
+  Helper helper{p, s, fragments};
   if (warp < kWarps) {
-    Stream stream{p,
-                  s,
-                  smem_address(shared_memory) + warp * p.stages * kStageBytes,
-                  smem_address(&s.arrived[warp][0]),
-                  warp,
-                  policy_evict_first()};
-    load_first<0>(p, s, smem_address(activations), [&] {
-      stream.start_phase();
-      for (int i = 0; i < p.stages; ++i) stream.issue();
-    });
-    Consumer{p, s, stream, smem_address(activations), warp, lane}.run();
-  } else {
-    load_first<0>(p, s, smem_address(activations), [] {});
-    help(p, s, smem_address(activations));
+#pragma unroll 1
+    for (int i = 1; i < p.stages; ++i) stream.issue();
+  }
+#pragma unroll 1
+  for (int which = 0; which < 2; ++which) {
+    if (which == 1) {
+      barrier_wait(smem_address(&s.next_phase), 0);
+      load_first<1>(p, s, fragments, [] {});
+      __syncwarp();
+      if (lane == 0) barrier_arrive(smem_address(&s.first_ready[1]));
+    }
+    if (warp < kWarps)
+      consumer.run(which);
+    else if (which == 0)
+      helper.run<0>();
+    else
+      helper.run<1>();
+    if (which == 1) break;
+    if (warp < kWarps) {
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(smem_address(&s.phase_done));
+    } else if (tid == kConsumers) {
+      barrier_wait(smem_address(&s.phase_done), 0);
+      exchange(p, s);
+      barrier_arrive(smem_address(&s.next_phase));
+    }
+    __syncwarp();
   }
   __threadfence();
   __syncthreads();
   if (tid == 0) grid_barrier(p.counters + 1);
   __syncthreads();
+  // The last block to come here makes the counters ready for the next call: nobody waits on them any more.
+  unsigned here = 0;
+  if (tid == kThreads - 32) here = atomicAdd(p.counters + 2, 1u) + 1;
   combine(p, s);
-  // The last block to leave makes the counters ready for the next call: nobody waits on them any more.
-  if (tid == 0 && atomicAdd(p.counters + 2, 1u) == gridDim.x - 1) p.counters[0] = p.counters[1] = p.counters[2] = 0;
+  if (warp == kThreads / 32 - 1 && uniform(here) == gridDim.x) {
+    for (int i = lane; i < s.tiles; i += 32) p.tile_counters()[i] = 0;
+    if (lane < 3) p.counters[lane] = 0;
+  }
 }
 
 Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_out) {
@@ -159,11 +171,11 @@ Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_ou
   const int strips = rows_out / 16;
   ph.expert_codes = static_cast<int64_t>(ph.strip_codes) * strips;
   ph.expert_scales = static_cast<int64_t>(ph.strip_scales) * strips;
-  // Parts of 8 to 16 blocks keep the warps busy with few strips. Their places depend on k alone.
-  while (ph.parts_log2 < 3 && ph.blocks >> ph.parts_log2 > 16) ++ph.parts_log2;
-  const int parts = 1 << ph.parts_log2;
-  ph.part_blocks = (ph.blocks + parts - 1) / parts;
-  ph.units = strips << ph.parts_log2;
+  ph.strips = strips;
+  ph.units = strips * ph.blocks;
+  const int stages = (ph.blocks + kStageBlocks - 1) / kStageBlocks;
+  ph.stage_blocks = ph.blocks % kStageBlocks == 0 ? kStageBlocks : (ph.blocks + stages - 1) / stages;
+  if (ph.blocks % 4 == 0 && ph.blocks % kStageBlocks != 0) ph.stage_blocks = 4;
   ph.row_bytes = ph.blocks * 256 + (ph.blocks * 4 + 63) / 64 * 64;
   if (ph.row_bytes % 128 == 0) ph.row_bytes += 64;  // two tokens' fragments in different banks
   return ph;
@@ -171,26 +183,23 @@ Phase plan_phase(const uint8_t* codes, const uint8_t* scales, int k, int rows_ou
 
 struct Plan {
   Phase phase[2];
-  int stages, tile_tokens, shared;
+  int stages, stage_room, tile_tokens, shared;
 };
 Plan plan(const Problem& q) {
   Plan plan{};
   plan.phase[0] = plan_phase(q.w13, q.w13_scale, q.hidden_size, 2 * q.intermediate_size);
   plan.phase[1] = plan_phase(q.w2, q.w2_scale, q.intermediate_size, q.hidden_size);
   const int row = plan.phase[0].row_bytes > plan.phase[1].row_bytes ? plan.phase[0].row_bytes : plan.phase[1].row_bytes;
-  constexpr int kScratch = (kDecodeMaxExperts + kDecodeSlots) * 4, kStageOfAll = kWarps * kStageBytes;
-  const int room = kSharedLimit - static_cast<int>(sizeof(Shared));
-  plan.tile_tokens = (room - 2 * kStageOfAll) / row;
-  if (plan.tile_tokens > kTileTokens) plan.tile_tokens = kTileTokens;
+  plan.stage_room = std::max(plan.phase[0].stage_blocks, plan.phase[1].stage_blocks);
+  const int stage_of_all = kWarps * plan.stage_room * (kBlockBytes + kBlockScales);
+  const int scratch = (q.num_experts + q.num_tokens * q.top_k) * 4;
+  const int room = kSharedLimit - static_cast<int>(sizeof(Shared)), beside = room - 2 * stage_of_all;
+  plan.tile_tokens = std::min(std::min(beside / row, kTileTokens), std::max(q.num_tokens, 1));
   // Rows for two full tiles, if two stages fit beside them, but at least for one; then as many stages as fit.
-  int area = 2 * plan.tile_tokens * row;
-  if (area > room - 2 * kStageOfAll) area = room - 2 * kStageOfAll;
-  if (area < plan.tile_tokens * row) area = plan.tile_tokens * row;
-  if (area < kScratch) area = kScratch;
-  plan.stages = (room - area) / kStageOfAll;
-  if (plan.stages > kMaxStages) plan.stages = kMaxStages;
+  const int area = std::max(scratch, std::max(std::min(2 * plan.tile_tokens * row, beside), plan.tile_tokens * row));
+  plan.stages = std::min((room - area) / stage_of_all, kMaxStages);
   for (Phase& ph : plan.phase) ph.rows = area / ph.row_bytes;
-  plan.shared = plan.stages * kStageOfAll + static_cast<int>(sizeof(Shared)) + area;
+  plan.shared = plan.stages * stage_of_all + static_cast<int>(sizeof(Shared)) + area;
   return plan;
 }
 
@@ -199,24 +208,37 @@ Plan plan(const Problem& q) {
 bool decode_supports(const Problem& q) {
   const Plan pl = plan(q);
   const int64_t units = pl.phase[0].units > pl.phase[1].units ? pl.phase[0].units : pl.phase[1].units;
-  return pl.tile_tokens > 0 && units * q.num_tokens * q.top_k < (int64_t{1} << 32) / 256 &&
+  return pl.tile_tokens > 0 && units * q.num_tokens * q.top_k < (int64_t{1} << 32) / 256 && pl.stages >= 2 &&
          q.num_experts <= kDecodeMaxExperts && q.num_tokens * q.top_k <= kDecodeSlots;
 }
-size_t decode_gate_up_floats(const Problem& q) {
-  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.intermediate_size * 2) << plan(q).phase[0].parts_log2;
-}
-size_t decode_down_floats(const Problem& q) {
-  return (static_cast<size_t>(q.num_tokens) * q.top_k * q.hidden_size) << plan(q).phase[1].parts_log2;
+size_t decode_scratch_words(const Problem& q) {
+  const size_t slots = static_cast<size_t>(q.num_tokens) * q.top_k;
+  return slots * (4 * q.intermediate_size + 2 * q.hidden_size + q.intermediate_size / 8 + q.hidden_size / 16);
 }
 
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream) {
   if (!decode_supports(problem)) return cudaErrorInvalidValue;
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit);
-  if (prepared != cudaSuccess) return prepared;
+  const auto kernel = scratch.all_scales ? decode_kernel<true> : decode_kernel<false>;
+  static const cudaError_t prepared[2] = {
+      cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit),
+      cudaFuncSetAttribute(decode_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit)};
+  if (prepared[scratch.all_scales] != cudaSuccess) return prepared[scratch.all_scales];
   const Plan pl = plan(problem);
-  const Params p{problem,        {pl.phase[0], pl.phase[1]}, scratch.gate_up, scratch.down, scratch.counters, pl.stages,
-                 pl.tile_tokens, scratch.one_order};
+  const int64_t slots = static_cast<int64_t>(problem.num_tokens) * problem.top_k;
+  float* gate_up = static_cast<float*>(scratch.words);
+  float* down = gate_up + 4 * slots * problem.intermediate_size;
+  int* cut = reinterpret_cast<int*>(down + 2 * slots * problem.hidden_size);
+  const Params p{problem,
+                 {pl.phase[0], pl.phase[1]},
+                 gate_up,
+                 down,
+                 {cut, cut + slots * pl.phase[0].strips},
+                 scratch.counters,
+                 pl.stages,
+                 pl.stage_room,
+                 slots <= kSmallSlots ? 2 : pl.stage_room,
+                 pl.tile_tokens,
+                 scratch.one_order};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(num_sms);
   config.blockDim = dim3(kThreads);
@@ -228,7 +250,7 @@ cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num
   attribute.val.cooperative = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, decode_kernel, p);
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace moe_ops::sm90

@@ -7,12 +7,18 @@ namespace moe_ops::sm90 {
 namespace {
 
 // One thread of the block: all blocks of the grid have come here, and what they wrote before is visible.
-MOE_OPS_DEVICE void grid_barrier(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+MOE_OPS_DEVICE void publish(unsigned* counter, unsigned amount) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(amount) : "memory");
+}
+MOE_OPS_DEVICE void wait_for(const unsigned* counter, unsigned amount) {
   unsigned seen;
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < gridDim.x);
+  } while (seen < amount);
+}
+MOE_OPS_DEVICE void grid_barrier(unsigned* counter) {
+  publish(counter, 1);
+  wait_for(counter, gridDim.x);
 }
 
 // Loads a tile's activations as fp16 fragments. Each token's 128 k are scaled by a power of two that brings the largest
@@ -37,21 +43,39 @@ struct TileLoader {
     return load_volatile2(static_cast<const char*>(q.hidden_states) + (row * q.hidden_stride + k) * 2);
   }
 
-  // The first matrix's rows of piece `index`, summed over the parts, with biases, activated.
-  MOE_OPS_DEVICE void activated(int index, float (&f)[4]) {
+  // The first matrix's sums of piece `index`: both pieces of a sum, and whether there is a second one. All loads begin
+  // at once; memory of a piece that does not exist is read and not used.
+  struct Sums {
+    float4 piece[2][2];
+    int cut;
+  };
+  MOE_OPS_DEVICE Sums sums(int index) {
+    const Problem& q = p.problem;
+    const Phase& ph = p.phase[1];
+    const int token = index / ph.blocks, k = (index - token * ph.blocks) * 128 + (threadIdx.x & 31) * 4;
+    Sums v{};
+    if (token >= static_cast<int>(entry.x >> 24) || k >= ph.k) return v;
+    const int slot = s.order[entry.y + token];
+    const float* from = p.gate_up + (static_cast<int64_t>(slot) * q.intermediate_size + k) * 2;
+    const float* second = from + static_cast<int64_t>(q.num_tokens) * q.top_k * q.intermediate_size * 2;
+    v.cut = load_l2_int(p.cut[0] + slot * p.phase[0].strips + k / 8);
+    v.piece[0][0] = load_l2_float4(from), v.piece[0][1] = load_l2_float4(from + 4);
+    v.piece[1][0] = load_l2_float4(second), v.piece[1][1] = load_l2_float4(second + 4);
+    return v;
+  }
+  // Added, with biases, activated.
+  MOE_OPS_DEVICE void activated(int index, const Sums& v, float (&f)[4]) {
     const Problem& q = p.problem;
     const Phase& ph = p.phase[1];
     const int token = index / ph.blocks, k = (index - token * ph.blocks) * 128 + (threadIdx.x & 31) * 4;
     if (k >= ph.k) return;
-    const int64_t step = static_cast<int64_t>(q.num_tokens) * q.top_k * q.intermediate_size * 2;
-    const float* from = p.gate_up + (static_cast<int64_t>(s.order[entry.y + token]) * q.intermediate_size + k) * 2;
-    float4 sum[2] = {load_l2_float4(from), load_l2_float4(from + 4)};
-#pragma unroll 1
-    for (int part = 1; part < 1 << p.phase[0].parts_log2; ++part) {
-      from += step;
-      const float4 v[2] = {load_l2_float4(from), load_l2_float4(from + 4)};
+    float4 sum[2] = {v.piece[0][0], v.piece[0][1]};
+    if (v.cut != 0) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i].x += v[i].x, sum[i].y += v[i].y, sum[i].z += v[i].z, sum[i].w += v[i].w;
+      for (int i = 0; i < 2; ++i) {
+        const float4 more = v.piece[1][i];
+        sum[i].x += more.x, sum[i].y += more.y, sum[i].z += more.z, sum[i].w += more.w;
+      }
     }
     if (q.w13_bias != nullptr) {
       const float* bias =
@@ -92,42 +116,65 @@ struct TileLoader {
     if (lane == 0) shared_store1(at + ph.blocks * 256 + block * 4, e << 23);
   }
 
-  // The share of one of `warps` warps. `meanwhile` is called when the first loads are on their way.
+  // Pieces that a warp takes at once: their loads are in flight together.
+  static constexpr int kAhead = kPhase == 0 ? 4 : 2;
+  // Pieces first, first + step, ... before end, at most kAhead. `meanwhile` is called when loads are on their way.
+  template <class Meanwhile>
+  MOE_OPS_DEVICE void some(int first, int step, int end, Meanwhile&& meanwhile) {
+    if (kPhase == 0) {
+      uint2 raw[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) raw[j] = read(first + j * step);
+      meanwhile();
+#pragma unroll 1
+      for (int j = 0; j < kAhead && first < end; ++j, first += step) {
+        float f[4];
+        if (p.problem.hidden_is_fp16) {
+          const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].x));
+          const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].y));
+          f[0] = low.x, f[1] = low.y, f[2] = high.x, f[3] = high.y;
+        } else {
+          f[0] = __uint_as_float(raw[0].x << 16), f[1] = __uint_as_float(raw[0].x & 0xFFFF0000u);
+          f[2] = __uint_as_float(raw[0].y << 16), f[3] = __uint_as_float(raw[0].y & 0xFFFF0000u);
+        }
+        place(first, f);
+#pragma unroll
+        for (int n = 0; n + 1 < kAhead; ++n) raw[n] = raw[n + 1];
+      }
+    } else {
+      Sums raw[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) raw[j] = sums(first + j * step);
+#pragma unroll 1
+      for (int j = 0; j < kAhead && first < end; ++j, first += step) {
+        float f[4] = {0, 0, 0, 0};
+        activated(first, raw[0], f);
+        place(first, f);
+#pragma unroll
+        for (int n = 0; n + 1 < kAhead; ++n) raw[n] = raw[n + 1];
+      }
+    }
+  }
+  MOE_OPS_DEVICE int pieces() const { return (entry.x >> 24) * p.phase[kPhase].blocks; }
+
+  // A fixed share: that of one of `warps` warps.
   template <class Meanwhile>
   MOE_OPS_DEVICE void run(int warp, int warps, Meanwhile&& meanwhile) {
-    const int total = (entry.x >> 24) * p.phase[kPhase].blocks;
-    if (kPhase == 1) meanwhile();
-    int i = warp;
-    bool begun = kPhase == 1;
-    while (i < total || !begun) {
-      if (kPhase == 0) {
-        constexpr int kAhead = 4;
-        uint2 raw[kAhead];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) raw[j] = read(i + j * warps);
-        if (!begun) meanwhile();
-        begun = true;
+    some(warp, warps, pieces(), meanwhile);
 #pragma unroll 1
-        for (int j = 0; j < kAhead && i < total; ++j, i += warps) {
-          float f[4];
-          if (p.problem.hidden_is_fp16) {
-            const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].x));
-            const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].y));
-            f[0] = low.x, f[1] = low.y, f[2] = high.x, f[3] = high.y;
-          } else {
-            f[0] = __uint_as_float(raw[0].x << 16), f[1] = __uint_as_float(raw[0].x & 0xFFFF0000u);
-            f[2] = __uint_as_float(raw[0].y << 16), f[3] = __uint_as_float(raw[0].y & 0xFFFF0000u);
-          }
-          place(i, f);
-#pragma unroll
-          for (int n = 0; n + 1 < kAhead; ++n) raw[n] = raw[n + 1];
-        }
-      } else {
-        float f[4] = {0, 0, 0, 0};
-        activated(i, f);
-        place(i, f);
-        i += warps;
-      }
+    for (int i = warp + kAhead * warps; i < pieces(); i += kAhead * warps) some(i, warps, pieces(), [] {});
+  }
+  // What no other warp has taken yet.
+  MOE_OPS_DEVICE void share(int* next, int* done) {
+    while (true) {
+      int first = 0;
+      if ((threadIdx.x & 31) == 0) first = atomicAdd(next, kAhead);
+      first = uniform(first);
+      const int end = min(first + kAhead, pieces());
+      if (first >= end) return;
+      some(first, 1, end, [] {});
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) add_release(done, end - first);
     }
   }
 };
@@ -135,12 +182,70 @@ struct TileLoader {
 // The first tile of a phase, by all warps of the block.
 template <int kPhase, class Meanwhile>
 MOE_OPS_DEVICE void load_first(const Params& p, Shared& s, uint32_t activations, Meanwhile&& meanwhile) {
-  const uint32_t units = p.phase[kPhase].units;
   const Range range = range_of(s, kPhase);
   if (range.begin == range.end) return meanwhile();
-  TileLoader<kPhase>{p, s, s.tile[range.begin / units], 0, activations}.run(threadIdx.x >> 5, kThreads / 32, meanwhile);
+  const uint2 entry = s.tile[range.begin / p.phase[kPhase].units];
+  TileLoader<kPhase>{p, s, entry, 0, activations}.run(threadIdx.x >> 5, kThreads / 32, meanwhile);
+}
+
+// A helper warp: the activations of the tiles that follow the first, as soon as there is room for them.
+struct Helper {
+  const Params& p;
+  Shared& s;
+  uint32_t activations;
+  int tile_count = 0, ready_count = 0, oldest = 0;
+
+  template <int which>
+  MOE_OPS_DEVICE void run() {
+    const Phase& ph = p.phase[which];
+    const Range range = range_of(s, which);
+    if (range.begin == range.end) return;
+    const uint32_t first = range.begin / ph.units, last = (range.end - 1) / ph.units;
+    uint32_t oldest_tile = first;
+    ++tile_count;  // the first tile is everybody's
+    int used = s.tile[first].x >> 24, row = used == ph.rows ? 0 : used;
+#pragma unroll 1
+    for (uint32_t tile = first + 1; tile <= last; ++tile, ++tile_count, ++ready_count) {
+      const uint2 entry = s.tile[tile];
+      const int tokens = entry.x >> 24, at = ready_count % kTileSlots;
+      while (used + tokens > ph.rows || tile_count - oldest >= kTileSlots) {
+        barrier_wait(smem_address(&s.tile_done[oldest % kTileSlots]), oldest / kTileSlots & 1);
+        used -= s.tile[oldest_tile++].x >> 24;
+        ++oldest;
+      }
+      named_barrier(1, kHelpers);  // nobody takes pieces of earlier tiles any more
+      if (threadIdx.x == kConsumers) {
+        if (which == 1) wait_for(p.tile_counters() + tile, p.phase[0].units);
+        s.tile_row[at] = row;
+        s.next_piece[at] = s.pieces_done[at] = 0;
+        barrier_arrive(smem_address(&s.tile_open[at]));
+      }
+      barrier_wait(smem_address(&s.tile_open[at]), ready_count / kTileSlots & 1);
+      TileLoader<which>{p, s, entry, row, activations}.share(&s.next_piece[at], &s.pieces_done[at]);
+      used += tokens;
+      row += tokens;
+      if (row >= ph.rows) row -= ph.rows;
+    }
+    // Every use of a barrier is waited for before the next phase can come round to it.
+    if (which == 0)
+      for (; oldest < tile_count; ++oldest)
+        barrier_wait(smem_address(&s.tile_done[oldest % kTileSlots]), oldest / kTileSlots & 1);
+  }
+};
+
+// A consumer warp at a tile that is not the first: helps with what is left of its activations; when it returns they are
+// there. Returns their row.
+template <int kPhase>
+MOE_OPS_DEVICE int finish_tile(const Params& p, Shared& s, uint2 entry, uint32_t activations, int ready_count) {
+  const int at = ready_count % kTileSlots;
+  barrier_wait(smem_address(&s.tile_open[at]), ready_count / kTileSlots & 1);
+  const int row = s.tile_row[at];
+  TileLoader<kPhase> loader{p, s, entry, row, activations};
+  loader.share(&s.next_piece[at], &s.pieces_done[at]);
+  while (load_acquire(&s.pieces_done[at]) < loader.pieces()) {
+  }
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(smem_address(&s.first_ready[kPhase]));
+  return row;
 }
 
 }  // namespace
