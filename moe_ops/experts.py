@@ -108,13 +108,7 @@ class Mxfp4Experts:
 
     def __post_init__(self) -> None:
         op = type(self).__name__
-        require(
-            self.w13_layout in W13_LAYOUTS,
-            op,
-            "w13_layout",
-            "'gate_up', 'up_gate' or 'interleaved'",
-            f"'{self.w13_layout}'",
-        )
+        _check_row_order(op, self.w13_layout)
         require(rank(self.w2) == 3, op, "w2", "[num_experts, hidden_size, intermediate_size / 2] uint8", self.w2)
         self.hidden_size = self.w2.shape[1]
         self.num_experts, self.intermediate_size = checkpoint_geometry(
@@ -252,6 +246,9 @@ class PreparedExperts:
         self.num_experts, self.intermediate_size = layout.geometry(
             "PreparedExperts", self.hidden_size, self.w13, self.w13_scale, self.w2, self.w2_scale
         )
+        _check_row_order("PreparedExperts", self.w13_layout)
+        check_bias("PreparedExperts", "w13_bias", self.w13_bias, self.num_experts, 2 * self.intermediate_size)
+        check_bias("PreparedExperts", "w2_bias", self.w2_bias, self.num_experts, self.hidden_size)
 
     def __repr__(self) -> str:
         return f"PreparedExperts({sizes_text(self)}, {self.weight_layout})"
@@ -329,26 +326,32 @@ class PreparedExperts:
             try:
                 header = json.loads(file.read(length))
                 metadata = header.pop("__metadata__", None) or {}
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, TypeError) as error:
                 raise ValueError(f"PreparedExperts.load: {path} must be a safetensors file, got {error}") from error
         _require_file(metadata.get("format") == FILE_FORMAT, path, f"of format '{FILE_FORMAT}'", metadata.get("format"))
         _require_file(
             metadata.get("version") == FILE_VERSION, path, f"of version '{FILE_VERSION}'", metadata.get("version")
         )
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        tensors = {}
-        for name, entry in header.items():
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            _require_file(8 + length <= begin <= end <= size, path, f"complete at '{name}'", f"{size} bytes")
-            tensors[name] = data[begin:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
-        missing = [name for name in WEIGHTS if name not in tensors]
+        missing = [name for name in WEIGHTS if name not in header]
+        missing += [name for name in ("weight_layout", "w13_layout", "hidden_size") if name not in metadata]
         _require_file(not missing, path, "complete", f"no {', '.join(missing)}")
-        return cls(
-            **tensors,
-            weight_layout=metadata["weight_layout"],
-            w13_layout=metadata["w13_layout"],
-            hidden_size=int(metadata["hidden_size"]),
-        )
+        tensors: dict[str, Any] = {}
+        try:
+            for name, entry in header.items():
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                _require_file(8 + length <= begin <= end <= size, path, f"complete at '{name}'", f"{size} bytes")
+                tensors[name] = data[begin:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
+            names = {name: metadata[name] for name in ("weight_layout", "w13_layout")}
+            return cls(**tensors, **names, hidden_size=int(metadata["hidden_size"]))
+        except (KeyError, TypeError, RuntimeError) as error:  # a header that says what is not so
+            raise ValueError(
+                f"PreparedExperts.load: {path} must be a file that save wrote, got {type(error).__name__}: {error}"
+            ) from error
+
+
+def _check_row_order(op: str, w13_layout: str) -> None:
+    require(w13_layout in W13_LAYOUTS, op, "w13_layout", "'gate_up', 'up_gate' or 'interleaved'", f"'{w13_layout}'")
 
 
 def sizes_text(experts: Any) -> str:

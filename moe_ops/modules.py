@@ -105,7 +105,7 @@ class FusedMxfp4Experts(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
             names = {"w13_layout": self.w13_layout, "weight_layout": self.weight_layout}
-            destination._metadata[prefix[:-1]].update(names)
+            destination._metadata.setdefault(prefix[:-1], {}).update(names)
 
     def _load_from_state_dict(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import multiprocessing
 import pickle
@@ -227,6 +228,17 @@ def test_bad_files(tmp_path):
     (tmp_path / "layout").write_bytes(content.replace(b"x86_v1", b"arm_v7"))
     with pytest.raises(ValueError, match=r"weight_layout must be one of .*, got 'arm_v7'"):
         PreparedExperts.load(tmp_path / "layout")
+    for old, new, text in (
+        (b'"dtype": "U8"', b'"dtype": "X8"', "must be a file that save wrote, got KeyError: 'X8'"),
+        (b'"data_offsets"', b'"data_offsetz"', "must be a file that save wrote, got KeyError: 'data_offsets'"),
+        (b'"hidden_size"', b'"hidden_sizz"', "must be complete, got no hidden_size"),
+        (b'"gate_up"', b'"gate_uq"', "w13_layout must be 'gate_up', 'up_gate' or 'interleaved', got 'gate_uq'"),
+    ):
+        (tmp_path / "damaged").write_bytes(content.replace(old, new))
+        with pytest.raises(ValueError, match=text):
+            PreparedExperts.load(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=r"PreparedExperts: w2_bias must be \[3, 96\] .*, got \[3, 5\] float32"):
+        dataclasses.replace(prepared, w2_bias=torch.zeros(3, 5))
     (tmp_path / "text").write_bytes(b"hello, this is not a model")
     with pytest.raises(ValueError, match="must be a safetensors file"):
         PreparedExperts.load(tmp_path / "text")
