@@ -288,7 +288,8 @@ def test_stopping_the_worker_runs_what_is_queued(experts, monkeypatch):
         close(result, expected(*host))
 
 
-def test_no_thread_where_host_functions_do(experts):
+def test_no_thread_where_host_functions_do(experts, monkeypatch):
+    monkeypatch.delenv("MOE_OPS_NPU_CALLBACKS", raising=False)
     _callbacks.stop_workers()
     layer(experts, *(tensor.npu() for tensor in inputs()))
     assert not _callbacks._workers
@@ -451,3 +452,23 @@ def test_graph_replayed_many_times(engine, experts, stream):
     assert after["submitted"] - before["submitted"] == 1000 and after["failed"] == before["failed"]
     assert after["outstanding"] == before["outstanding"] and _staging.staging_size(0) == staging
     close(result, expected(*host))
+
+
+def test_engine_closed_under_a_graph(experts, stream):
+    """The replay gives NaN rows, and the next call says so once; other engines go on."""
+    host = inputs(2)
+    static = [tensor.npu() for tensor in host]
+    with moe_ops.CpuMoeEngine("npu-closed", threads=1, numa_nodes=0) as closing:
+        mine = closing.add_experts("layer", EXPERTS, HIDDEN, INTER, **OPTIONS)
+        for index in range(EXPERTS):
+            mine.load_expert(index, *(tensor[index] for tensor in WEIGHTS.values()))
+        layer(mine, *static)
+        graph, (result,) = capture(mine, static, stream)
+        graph.replay()
+        close(result, expected(*host))
+    graph.replay()
+    torch.npu.synchronize()
+    assert result.isnan().all()
+    with pytest.raises(RuntimeError, match="engine is not the handle of experts in a living"):
+        layer(experts, *static)
+    close(layer(experts, *static), expected(*host))
