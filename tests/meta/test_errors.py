@@ -21,7 +21,7 @@ def constant_tickets():
 
 def damaged(tensor: torch.Tensor) -> list[torch.Tensor | None]:
     """Wrong dtypes, wrong rank, wrong size, nothing."""
-    wrong = [tensor.to(dtype) for dtype in (torch.int16, torch.complex64)]
+    wrong = [torch.empty_like(tensor, dtype=dtype) for dtype in (torch.int16, torch.complex64)]
     return [*wrong, tensor.unsqueeze(0), torch.cat([tensor, tensor[:1]]), None]
 
 

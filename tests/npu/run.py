@@ -23,7 +23,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SOC_NAMES = {"A2": "Ascend910B3", "A3": "Ascend910_9382", "A5": "Ascend950PR_9579"}
-_FOLDERS = ("npu", "ops", "autograd")
+_FOLDERS = ("npu", "ops", "autograd", "meta")
 _ONLY_A5 = ["tests/npu/test_mx.py"]
 _TIMEOUT_S = 900
 
