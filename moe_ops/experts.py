@@ -191,15 +191,7 @@ class Mxfp4Experts:
             self.w2_scale[expert].view(-1).copy_(w2_scale.view(-1))
             del w2, w2_scale
         shapes = _x86_v1_shapes(self.num_experts, self.hidden_size, self.intermediate_size)
-        packed = {name: getattr(self, name).view(shape) for name, shape in shapes.items()}
-        return PreparedExperts(
-            **packed,
-            weight_layout=layout,
-            w13_layout=self.w13_layout,
-            hidden_size=self.hidden_size,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
-        )
+        return self._prepared({name: getattr(self, name).view(shape) for name, shape in shapes.items()}, layout)
 
     def _prepare_sm90(self) -> PreparedExperts:
         from moe_ops.cuda import layout_for, prepare_sm90
@@ -207,8 +199,11 @@ class Mxfp4Experts:
         raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
         layout = layout_for(*raw)
         packed = prepare_sm90(*raw, w13_layout=self.w13_layout, weight_layout=layout)
+        return self._prepared(dict(zip(("w13", "w13_scale", "w2", "w2_scale"), packed, strict=True)), layout)
+
+    def _prepared(self, packed: dict[str, Tensor], layout: str) -> PreparedExperts:
         return PreparedExperts(
-            *packed,
+            **packed,
             weight_layout=layout,
             w13_layout=self.w13_layout,
             hidden_size=self.hidden_size,
