@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops._errors import argument_error, describe, require
+from moe_ops._errors import argument_error, require
 from moe_ops.cpu_experts import EXPERT_TENSORS, CpuExperts
 from moe_ops.cuda import slots
 from moe_ops.cuda.prepare import LAYOUT
@@ -34,9 +34,8 @@ class HybridExperts(nn.Module):
         routed_scaling_factor: multiplied into the router weights, once, for both sides.
         shared_experts: a module on hidden_states whose result is added.
         weight_layout: of the slots. "auto": "sm90_v1" where the Hopper kernels serve the device, else "checkpoint".
-            Slots in "sm90_v1" take bfloat16 and float16 rows, pass no gradient, and hold no expert with a scale
-            outside 2^-126 to 2; for any of these ask for "checkpoint". Experts are packed when they move in and
-            unpacked when they leave, exactly.
+            Slots in "sm90_v1" hold no expert with a scale outside 2^-126 to 2: for these ask for "checkpoint". Experts
+            are packed when they move in and unpacked when they leave, exactly.
 
     The layers of a model pass deferred work on:
 
@@ -113,10 +112,6 @@ class HybridExperts(nn.Module):
 
         Gradients flow through the device experts and the shared experts; the CPU experts pass none.
         """
-        if self.weight_layout == LAYOUT and hidden_states.dtype not in (torch.bfloat16, torch.float16):
-            raise argument_error(
-                OP, "hidden_states", f"bfloat16 or float16 where weight_layout is '{LAYOUT}'", describe(hidden_states)
-            )
         weights = topk_weights.to(torch.float32)
         if self.routed_scaling_factor != 1.0:
             weights = weights * self.routed_scaling_factor

@@ -27,8 +27,7 @@ class FusedMxfp4Experts(nn.Module):
         batch_invariant: a token's result does not depend on the other tokens.
 
     `forward(hidden_states [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H]`, differentiable in hidden_states and
-    topk_weights except over weights packed for Hopper, where the op says so; the weights are frozen. It serves as
-    experts of `moe_ops.distributed.ExpertParallelMoE`.
+    topk_weights; the weights are frozen. It serves as experts of `moe_ops.distributed.ExpertParallelMoE`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_ops._errors import require
-from moe_ops.cuda.plans import Geometry, Plan, cached_plan, chunk_of
+from moe_ops.cuda.plans import Geometry, Plan, cached_plan, chunk_of, grouped_serves, serves
 from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
@@ -48,6 +48,18 @@ def _grouped(
     )
 
 
+def _plan(
+    geometry: Geometry, num_tokens: int, hidden_states: torch.Tensor, batch_invariant: bool, kernel: str | None
+) -> Plan:
+    if hidden_states.dtype == torch.float32:
+        kernel = "unpacked"
+    elif batch_invariant:  # the grouped kernels sum in another order than the decode kernel
+        kernel = "decode" if serves(geometry, "decode") else "unpacked"
+    if kernel is None:
+        return cached_plan(geometry, num_tokens, hidden_states.device.index)
+    return Plan(kernel, chunk_of(geometry, kernel), "given")
+
+
 def run_kernel(kernel: str | None, *args: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
     """_fused_mxfp4_moe_sm90 with a named kernel of plans.KERNELS, for tuning; None: by plan."""
     _compute(*args, kernel=kernel, out=out, **options)
@@ -82,8 +94,6 @@ def _compute(
     op = "fused_mxfp4_moe"
     layouts = (LAYOUT, ALL_SCALES)
     require(weight_layout in layouts, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
-    is_half = hidden_states.dtype in (torch.bfloat16, torch.float16)
-    require(is_half, op, "hidden_states", f"bfloat16 or float16 for weight_layout '{weight_layout}'", hidden_states)
     capability = torch.cuda.get_device_capability(hidden_states.device)
     if capability != (9, 0):
         raise RuntimeError(
@@ -96,26 +106,43 @@ def _compute(
         return
     tensors = (w13, w13_scale, w2, w2_scale)
     all_scales = weight_layout == ALL_SCALES
-    kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
     intermediate = w13.shape[1] * 8
+    grouped = grouped_serves(weight_layout, hidden_states.dtype)
+    geometry = Geometry(w13.shape[0], hidden_states.shape[1], intermediate, top_k, grouped)
+    plan = _plan(geometry, num_tokens, hidden_states, batch_invariant, kernel)
+    result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    if plan.kernel == "unpacked":
+        from moe_ops.cuda.unpacked import matrices_of
+        from moe_ops.triton.fused_mxfp4_moe import compute
+
+        compute(
+            op,
+            result,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            *matrices_of(*tensors, w13_layout),
+            w13_layout=w13_layout,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+            activation=activation,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            expert_map=expert_map,
+            batch_invariant=batch_invariant,
+        )
+        if result is not out:
+            out.copy_(result)
+        return
+    kind, limit, alpha = resolve_activation(op, activation, swiglu_limit, swiglu_alpha)
     row_places = {"gate_up": [0, intermediate, 1], "up_gate": [intermediate, 0, 1], "interleaved": [0, 1, 2]}
     function = (row_places[w13_layout], kind == "swiglu_oai", math.inf if limit is None else limit, alpha)
     if expert_map is not None and expert_map.numel() == 0:
         expert_map, topk_ids = None, torch.full_like(topk_ids, -1)
     x, ids = _aligned_rows(hidden_states), topk_ids.contiguous()
     weights = topk_weights.to(torch.float32).contiguous()
-    result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     biases = _float32(w13_bias), _float32(w2_bias)
     routes = None if expert_map is None else expert_map.contiguous()
-    geometry = Geometry(w13.shape[0], x.shape[1], intermediate, top_k)
-    # The grouped kernel has bfloat16 operands, made by one multiplication, and sums in another order than the decode
-    # kernel.
-    if batch_invariant or all_scales or x.dtype != torch.bfloat16:
-        kernel = "decode"
-    if kernel is None:
-        plan = cached_plan(geometry, num_tokens, x.device.index)
-    else:
-        plan = Plan(kernel, chunk_of(geometry, kernel), "given")
     for first in range(0, num_tokens, plan.chunk):
         part = slice(first, first + plan.chunk)
         batch = x[part], ids[part], weights[part]

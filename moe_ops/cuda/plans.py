@@ -1,17 +1,19 @@
 """Which Hopper kernel serves a batch: pinned by a table, tuned on the card, or by rule.
 
 Kernels, by name:
-    decode  one persistent launch, for at most 512 routed slots at a time
-    narrow  grouped matmul with tiles of up to 64 or 96 tokens
-    wide    grouped matmul with tiles of up to 152 tokens
+    decode    one persistent launch, for at most 512 routed slots at a time
+    narrow    grouped matmul with tiles of up to 64 or 96 tokens
+    wide      grouped matmul with tiles of up to 152 tokens
+    unpacked  the portable kernels over experts that are unpacked into a buffer; any rows, any scale codes
 
 A plan belongs to a geometry (experts, sizes, top-k) and a capacity, a number of tokens from LADDER; layers of the same
 geometry share it, and a batch uses the plan of the smallest capacity that holds it. Above the last capacity a batch
 runs in chunks of it.
 
 MOE_OPS_SM90_PLANS pins plans: entries `lo-hi[@k<top_k>]=<kernel>` or `=rule`, separated by commas; the first that holds
-the capacity wins, and wins over tuning. Tuned plans are kept in a file (`cache_file`) under a key of everything that
-they depend on. MOE_OPS_SM90_TUNE=cache: `autotune` takes what the file has and measures nothing.
+the capacity wins, and wins over tuning. Where its kernel does not compute the batch, the rule decides. Tuned plans are
+kept in a file (`cache_file`) under a key of everything that they depend on. MOE_OPS_SM90_TUNE=cache: `autotune` takes
+what the file has and measures nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +32,25 @@ from pathlib import Path
 import torch
 
 from moe_ops._version import __version__
+from moe_ops.cuda.prepare import LAYOUT
 
-KERNELS = ("decode", "narrow", "wide")
-# Slots of one decode launch, and the most tokens for which the rule takes it.
+KERNELS = ("decode", "narrow", "wide", "unpacked")
+# Of one decode launch, as in sm90_decode.cu: slots, experts, slots times blocks of a matrix, and what surely fits in
+# shared memory of a row. And the most tokens for which the rule takes it.
 DECODE_SLOTS = 512
+DECODE_EXPERTS = 6144
+DECODE_UNITS = 1 << 24
+DECODE_WIDTH = 32768
 DECODE_TOKENS = 64
+# Where the grouped kernels do not serve: so many tokens 64 at a time, more over unpacked experts.
+DECODE_TOKENS_ALONE = 192
 # Above this many rows per expert the rule takes tiles of up to 152 tokens.
 NARROW_ROWS = 80
 LADDER = (*range(1, 9), 10, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 # Of a batch's hidden activations and unsummed results.
 WORKSPACE_BYTES = 2 << 30
-CACHE_VERSION = 1
+CACHE_VERSION = 2
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,25 @@ class Geometry:
     hidden_size: int
     intermediate_size: int
     top_k: int
+    # Whether the grouped kernels serve: bfloat16 rows, and scale codes that such weights take by one multiplication.
+    grouped: bool = True
 
     @property
     def bytes_per_token(self) -> int:
         return self.top_k * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+    @property
+    def decode_slots(self) -> int:
+        """Of one decode launch; 0 where it does not serve."""
+        strips = self.intermediate_size // 8, self.hidden_size // 16
+        units = max(strips[0] * -(-self.hidden_size // 128), strips[1] * -(-self.intermediate_size // 128))
+        fits = self.num_experts <= DECODE_EXPERTS and max(self.hidden_size, self.intermediate_size) <= DECODE_WIDTH
+        return min(DECODE_SLOTS, (DECODE_UNITS - 1) // units) if fits else 0
+
+
+def grouped_serves(weight_layout: str, dtype: torch.dtype) -> bool:
+    """The grouped kernels have bfloat16 operands, which weights become by one multiplication."""
+    return weight_layout == LAYOUT and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -103,28 +128,39 @@ def capacity_of(num_tokens: int) -> int:
     return next((capacity for capacity in LADDER if capacity >= num_tokens), LADDER[-1])
 
 
+def serves(geometry: Geometry, kernel: str) -> bool:
+    """Whether `kernel` computes batches of this geometry."""
+    if kernel == "decode":
+        return geometry.decode_slots >= geometry.top_k
+    return geometry.grouped or kernel == "unpacked"
+
+
 def by_rule(geometry: Geometry, capacity: int) -> str:
-    if capacity <= DECODE_TOKENS:
+    if capacity <= (DECODE_TOKENS if geometry.grouped else DECODE_TOKENS_ALONE) and serves(geometry, "decode"):
         return "decode"
+    if not geometry.grouped:
+        return "unpacked"
     return "wide" if capacity * geometry.top_k > NARROW_ROWS * geometry.num_experts else "narrow"
 
 
 def chunk_of(geometry: Geometry, kernel: str) -> int:
     """The most tokens of one launch."""
     if kernel == "decode":
-        return max(1, min(DECODE_TOKENS, DECODE_SLOTS // geometry.top_k))
+        return max(1, min(DECODE_TOKENS, geometry.decode_slots // geometry.top_k))
+    if kernel == "unpacked":  # which divides a batch itself
+        return INT32_MAX // geometry.top_k
     return max(1, min(LADDER[-1], WORKSPACE_BYTES // geometry.bytes_per_token))
 
 
 def plan_for(geometry: Geometry, num_tokens: int, device_kind: str) -> Plan:
     capacity = capacity_of(num_tokens)
-    for pin in PINS:
-        if pin.low <= capacity <= pin.high and pin.top_k in (None, geometry.top_k):
-            kernel = pin.kernel or by_rule(geometry, capacity)
-            return Plan(kernel, chunk_of(geometry, kernel), "pinned" if pin.kernel else "rule")
-    tuned = _tuned.get((device_kind, geometry), {}).get(capacity)
-    kernel = tuned or by_rule(geometry, capacity)
-    return Plan(kernel, chunk_of(geometry, kernel), "tuned" if tuned else "rule")
+    pin = next((p for p in PINS if p.low <= capacity <= p.high and p.top_k in (None, geometry.top_k)), None)
+    tuned = None if pin else _tuned.get((device_kind, geometry), {}).get(capacity)
+    kernel = pin.kernel if pin else tuned
+    if kernel is None or not serves(geometry, kernel):
+        kernel = by_rule(geometry, capacity)
+        return Plan(kernel, chunk_of(geometry, kernel), "rule")
+    return Plan(kernel, chunk_of(geometry, kernel), "pinned" if pin else "tuned")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,8 +259,12 @@ def race(geometry: Geometry, kind: str, capacities: list[int], measure: Callable
         return chosen
     measured = {}
     for capacity in missing:
-        # A decode launch reads the weights once per chunk: not worth a race far above its limit.
-        kernels = [kernel for kernel in KERNELS if kernel != "decode" or capacity <= 2 * chunk_of(geometry, "decode")]
+        # A decode launch reads the weights once per chunk: not worth a race far above its limit. Unpacking is for what
+        # the grouped kernels do not compute.
+        limit = (2 if geometry.grouped else 8) * chunk_of(geometry, "decode")
+        kernels = [kernel for kernel in KERNELS if serves(geometry, kernel)]
+        kernels = [kernel for kernel in kernels if kernel != ("unpacked" if geometry.grouped else "")]
+        kernels = [kernel for kernel in kernels if kernel != "decode" or capacity <= limit]
         measured[capacity] = min(kernels, key=lambda kernel: measure(kernel, capacity))
     if measured:
         store_tuned(kind, geometry, measured)

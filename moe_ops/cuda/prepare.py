@@ -89,13 +89,13 @@ def _pack(codes: torch.Tensor, scale: torch.Tensor, w13_layout: str | None) -> N
     """One expert's matrix, in place; a copy of it lives besides. w13_layout: None for w2."""
     source, source_scale = codes.clone(), scale.clone()
     if codes.is_cuda:
-        from moe_ops.cuda._pack import pack
+        from moe_ops.cuda._repack import repack
 
-        pack(source, source_scale, codes, scale, w13_layout)
+        repack(source[None], source_scale[None], codes[None], scale[None], w13_layout, pack=True)
         return
     order = None if w13_layout is None else w13_row_order(codes.shape[0] // 2, w13_layout)
-    for target, rows, packed in ((codes, source, pack_codes), (scale, source_scale, pack_scales)):
-        target.copy_(packed(rows if order is None else rows[order]).view(target.shape))
+    for target, rows, pack in ((codes, source, pack_codes), (scale, source_scale, pack_scales)):
+        target.copy_(pack(rows if order is None else rows[order]).view(target.shape))
 
 
 def prepare_sm90(

@@ -51,7 +51,19 @@ def pack_expert(expert: dict[str, Tensor], w13_layout: str, device: torch.device
 def unpack_expert(slot: dict[str, Tensor], w13_layout: str) -> dict[str, Tensor]:
     """The inverse of pack_expert, on the slot's device."""
     hidden_size, intermediate_size = slot["w13"].shape[2] * 2, slot["w2"].shape[2] * 2
-    order = w13_row_order(intermediate_size, w13_layout, slot["w13"].device)
+    device = slot["w13"].device
+    if device.type == "cuda":
+        from moe_ops.cuda._repack import repack
+
+        sizes = {"w13": (2 * intermediate_size, hidden_size), "w2": (hidden_size, intermediate_size)}
+        unpacked: dict[str, Tensor] = {}
+        for name, (num_rows, k) in sizes.items():
+            codes, scales = slot[name][None], slot[f"{name}_scale"][None]
+            raw = codes.new_empty((1, num_rows, k // 2)), scales.new_empty((1, num_rows, k // GROUP))
+            repack(*raw, codes, scales, w13_layout if name == "w13" else None, pack=False)
+            unpacked[name], unpacked[f"{name}_scale"] = raw[0][0], raw[1][0]
+        return unpacked
+    order = w13_row_order(intermediate_size, w13_layout, device)
     expert = {
         "w13": _unpack_rows(slot["w13"], hidden_size, unpack_codes),
         "w13_scale": _unpack_rows(slot["w13_scale"], hidden_size, unpack_scales),

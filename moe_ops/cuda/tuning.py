@@ -15,19 +15,22 @@ SEED = 1234
 REPLAYS = 7
 
 
-def geometry_of(arguments: dict[str, Any], top_k: int) -> plans.Geometry:
-    """arguments: of PreparedExperts.arguments()."""
+def geometry_of(arguments: dict[str, Any], top_k: int, dtype: torch.dtype = torch.bfloat16) -> plans.Geometry:
+    """arguments: of PreparedExperts.arguments(); dtype: of the rows."""
     layout = arguments["weight_layout"]
     require(
         layout in (LAYOUT, ALL_SCALES), "geometry_of", "weight_layout", f"'{LAYOUT}' or '{ALL_SCALES}'", f"'{layout}'"
     )
     w13, w2 = arguments["w13"], arguments["w2"]
-    return plans.Geometry(w13.shape[0], w2.shape[1] * w2.shape[2], w13.shape[1] * 8, top_k)
+    grouped = plans.grouped_serves(layout, dtype)
+    return plans.Geometry(w13.shape[0], w2.shape[1] * w2.shape[2], w13.shape[1] * 8, top_k, grouped)
 
 
-def _inputs(geometry: plans.Geometry, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _inputs(
+    geometry: plans.Geometry, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(SEED + num_tokens)
-    x = torch.randn(num_tokens, geometry.hidden_size, device=device, generator=generator).to(torch.bfloat16)
+    x = torch.randn(num_tokens, geometry.hidden_size, device=device, generator=generator).to(dtype)
     scores = torch.randn(num_tokens, geometry.num_experts, device=device, generator=generator)
     values, ids = scores.topk(geometry.top_k, dim=1)
     return x, ids.to(torch.int32), torch.softmax(values, 1)
@@ -54,17 +57,22 @@ def warm_up(
 
 
 def autotune(
-    arguments: dict[str, Any], top_k: int, *, token_counts: tuple[int, ...] = plans.LADDER, **options: Any
+    arguments: dict[str, Any],
+    top_k: int,
+    *,
+    token_counts: tuple[int, ...] = plans.LADDER,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> dict[int, str]:
     """Race the kernels on the capacities that hold `token_counts`, with fixed inputs; capacity -> kernel. The result is
     used from now on by every layer of the geometry, and kept in `plans.cache_file()`."""
     from moe_ops.cuda._fused_mxfp4_moe_sm90 import run_kernel
 
-    geometry, device = geometry_of(arguments, top_k), arguments["w13"].device
+    geometry, device = geometry_of(arguments, top_k, dtype), arguments["w13"].device
     kind = plans.device_kind(device.index or 0)
 
     def measure(kernel: str, num_tokens: int) -> float:
-        inputs = _inputs(geometry, num_tokens, device)
+        inputs = _inputs(geometry, num_tokens, device, dtype)
         out = torch.empty_like(inputs[0])
 
         def call() -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from moe_ops.triton._expert_matmul import Activation, Arithmetic, Blocks, RowOrder, tile_rows_of
 from moe_ops.triton._launch import kernel, launch, vector_width
+from moe_ops.triton._matrix import Part
 from moe_ops.triton._mxfp4 import decode, operand
 from moe_ops.triton._schedule import Schedule
 
@@ -66,9 +67,7 @@ def _by_rows(
 
 def by_rows(
     value: torch.Tensor,
-    schedule: Schedule,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    part: Part,
     numbers: Arithmetic,
     out: torch.Tensor,
     *,
@@ -76,6 +75,7 @@ def by_rows(
 ) -> None:
     """out [slots, columns of the weight] float32. gather: `value` has a row per token, else a row per slot in expert
     order."""
+    schedule, codes, scales = part.schedule, part.codes, part.scales
     groups = scales.shape[2]
     unit = vector_width(value)
     for tiles in schedule.classes:

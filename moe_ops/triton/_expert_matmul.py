@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from moe_ops.triton._launch import INTERPRETED, kernel, launch, vector_width
+from moe_ops.triton._matrix import Part
 from moe_ops.triton._mxfp4 import decode, even_odd, operand
-from moe_ops.triton._schedule import Schedule, TileClass
+from moe_ops.triton._schedule import TileClass
 
 
 @dataclass(frozen=True)
@@ -276,49 +277,47 @@ class Activation:
 
 def gate_up(
     x: torch.Tensor,
-    schedule: Schedule,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
+    part: Part,
     w13_bias: torch.Tensor | None,
     order: RowOrder,
     activation: Activation,
     numbers: Arithmetic,
     outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
 ) -> None:
-    """outputs: (hidden, None, None), or (None, gate, up) before the activation; [slots, I]."""
-    intermediate, groups = w13.shape[1] // 2, w13_scale.shape[2]
+    """part: of w13. w13_bias: of all experts. outputs: (hidden, None, None), or (None, gate, up) before the activation;
+    [slots, I]."""
+    schedule = part.schedule
+    intermediate, groups = part.codes.shape[1] // 2, part.scales.shape[2]
     unit = vector_width(x)
     for tiles in schedule.classes:
         split = split_products(x, tiles.rows)
         blocks = choose(GATE_UP_BLOCKS, numbers.compute, split, tiles, intermediate)
         grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
         launch(
-            _gate_up, grid, x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w13,
-            w13_scale, w13_bias, *outputs, schedule.top_k, groups, x.stride(0) // unit, intermediate, order.step,
-            order.gate, order.up, activation.limit, activation.alpha, activation.shift, WIDTH=unit, BLOCK_M=tiles.rows,
-            BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute, PRECISION=numbers.precision,
-            TF32=numbers.tf32, SPLIT=split, **blocks.options,
+            _gate_up, grid, x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts,
+            part.codes, part.scales, part.of(w13_bias), *outputs, schedule.top_k, groups, x.stride(0) // unit,
+            intermediate, order.step, order.gate, order.up, activation.limit, activation.alpha, activation.shift,
+            WIDTH=unit, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth, COMPUTE=numbers.compute,
+            PRECISION=numbers.precision, TF32=numbers.tf32, SPLIT=split, **blocks.options,
         )  # fmt: skip
 
 
 def down(
     hidden: torch.Tensor,
-    schedule: Schedule,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    part: Part,
     w2_bias: torch.Tensor | None,
     numbers: Arithmetic,
     out: torch.Tensor,
 ) -> None:
-    """out: [slots, H] float32; rows without a tile are not written."""
-    hidden_size, groups = w2.shape[1], w2_scale.shape[2]
+    """part: of w2. w2_bias: of all experts. out: [slots, H] float32; rows without a tile are not written."""
+    schedule = part.schedule
+    hidden_size, groups = part.codes.shape[1], part.scales.shape[2]
     for tiles in schedule.classes:
         split = split_products(hidden, tiles.rows)
         blocks = choose(DOWN_BLOCKS, numbers.compute, split, tiles, hidden_size)
         grid = (tiles.tiles.shape[0] * triton.cdiv(hidden_size, blocks.columns),)
         launch(
-            _down, grid, hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, w2, w2_scale, w2_bias,
-            out, groups, hidden_size, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth,
-            COMPUTE=numbers.compute, PRECISION=numbers.precision,
-            SPLIT=split, **blocks.options,
+            _down, grid, hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, part.codes, part.scales,
+            part.of(w2_bias), out, groups, hidden_size, BLOCK_M=tiles.rows, BLOCK_N=blocks.columns, DEPTH=blocks.depth,
+            COMPUTE=numbers.compute, PRECISION=numbers.precision, SPLIT=split, **blocks.options,
         )  # fmt: skip

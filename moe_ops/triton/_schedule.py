@@ -7,7 +7,7 @@ around it, and nothing is read on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -39,6 +39,7 @@ class Schedule:
 
     row_map: [T, K] int32, row of a slot or -1.     row_slot: [T * K] int32, slot of a row or -1.
     starts, counts: [E] int32, first row and rows of an expert.
+    heights, bounds: of the classes, and the most rows that are left of an expert for each.
     """
 
     top_k: int
@@ -46,17 +47,27 @@ class Schedule:
     row_slot: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
+    heights: tuple[int, ...]
+    bounds: tuple[int, ...]
     classes: tuple[TileClass, ...]
+
+    def of(self, experts: slice) -> Schedule:
+        """The tiles of consecutive experts, counted from the first of them; rows are those of the whole."""
+        starts, counts = self.starts[experts], self.counts[experts]
+        classes = _tile_classes(self.row_slot.numel(), self.counts, self.starts, experts, self.heights, self.bounds)
+        return replace(self, starts=starts, counts=counts, classes=classes)
 
 
 @kernel(
-    sizes=["num_experts", "capacity", "tallest", "tall", "most_0", "most_1"],
+    sizes=["num_experts", "first_expert", "last_expert", "capacity", "tallest", "tall", "most_0", "most_1"],
     indices=["counts", "starts", "tiles", "num_tiles"],
 )
 def _list_tiles(
-    counts, starts, tiles, num_tiles, num_experts, capacity, tallest, tall, most_0, most_1, BLOCK: tl.constexpr
-):
-    """A program per class. Class `tallest` has tiles of `tall` rows."""
+    counts, starts, tiles, num_tiles, num_experts, first_expert, last_expert, capacity, tallest, tall, most_0, most_1,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tiles of experts first_expert to last_expert - 1, and the starts of all. A program per class. Class `tallest`
+    has tiles of `tall` rows."""
     which = tl.program_id(0)
     least = tl.where(which == 0, 1, tl.where(which == 1, most_0 + 1, most_1 + 1))
     most = tl.where(which == 0, most_0, tl.where(which == 1, most_1, 2147483647))
@@ -72,10 +83,11 @@ def _list_tiles(
         left = count - full * tall
         skipped = tl.where(which == tallest, 0, full)
         number = full - skipped + ((left >= least) & (left <= most)).to(tl.int32)
+        number = tl.where((expert >= first_expert) & (expert < last_expert), number, 0)
         at = which * capacity + tile_carry + tl.cumsum(number, axis=0) - number
         tile_carry += tl.sum(number, axis=0)
         for i in range(tl.max(number, axis=0)):
-            tl.store(tiles + (at + i) * 2, expert, mask=i < number)
+            tl.store(tiles + (at + i) * 2, expert - first_expert, mask=i < number)
             tl.store(tiles + (at + i) * 2 + 1, start + (skipped + i) * tall, mask=i < number)
     tl.store(num_tiles + which + tl.arange(0, 1), tile_carry)
 
@@ -114,16 +126,29 @@ def make_schedule(
     bounds: tuple[int, ...] = (INT32_MAX,)
     if not batch_invariant:
         heights, bounds = tile_rows, (*MOST_ROWS[: len(tile_rows) - 1], INT32_MAX)
+    classes = _tile_classes(num_slots, counts, starts, slice(0, num_experts), heights, bounds)
+    return Schedule(topk_ids.shape[1], row_map, row_slot, starts, counts, heights, bounds, classes)
+
+
+def _tile_classes(
+    num_slots: int,
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    experts: slice,
+    heights: tuple[int, ...],
+    bounds: tuple[int, ...],
+) -> tuple[TileClass, ...]:
+    """Lists the tiles of these experts, and fills `starts`."""
     least = [1, *(bound + 1 for bound in bounds[:-1])]
     last = len(heights) - 1
-    capacities = [_capacity(num_slots, num_experts, least[i], heights[i], i == last) for i in range(last + 1)]
+    number = experts.stop - experts.start
+    capacities = [_capacity(num_slots, number, least[i], heights[i], i == last) for i in range(last + 1)]
     # An expert has at most as many rows as there are slots: the classes above need no launch.
     used = sum(capacity > 0 for capacity in capacities)
     capacity = max(capacities)
-    tiles, num_tiles = row_map.new_empty((used, capacity, 2)), row_map.new_empty((used,))
+    tiles, num_tiles = counts.new_empty((used, capacity, 2)), counts.new_empty((used,))
     launch(
-        _list_tiles, (used,), counts, starts, tiles, num_tiles, num_experts, capacity, last, heights[last],
-        *[*bounds, INT32_MAX][:2], BLOCK=BLOCK_EXPERTS,
+        _list_tiles, (used,), counts, starts, tiles, num_tiles, counts.numel(), experts.start, experts.stop, capacity,
+        last, heights[last], *[*bounds, INT32_MAX][:2], BLOCK=BLOCK_EXPERTS,
     )  # fmt: skip
-    classes = tuple(TileClass(heights[i], tiles[i, : capacities[i]], num_tiles[i : i + 1]) for i in range(used))
-    return Schedule(topk_ids.shape[1], row_map, row_slot, starts, counts, classes)
+    return tuple(TileClass(heights[i], tiles[i, : capacities[i]], num_tiles[i : i + 1]) for i in range(used))

@@ -19,6 +19,7 @@ from moe_ops.schema import BY_NAME
 from moe_ops.triton._combine_rows import combine_rows
 from moe_ops.triton._expert_matmul import Activation, arithmetic, down, gate_up, row_order
 from moe_ops.triton._launch import as_float32, dense_rows, refuse_hip
+from moe_ops.triton._matrix import CheckpointMatrix, Matrix
 from moe_ops.triton._schedule import make_schedule
 
 # Of hidden activations and unsummed results; a larger batch is computed in pieces.
@@ -42,10 +43,8 @@ def compute(
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13: Matrix,
+    w2: Matrix,
     *,
     w13_layout: str,
     w13_bias: torch.Tensor | None = None,
@@ -59,7 +58,7 @@ def compute(
     """Write all of `out` [T, H], of any float dtype; the arguments have been checked."""
     refuse_hip()
     num_tokens, hidden_size = hidden_states.shape
-    top_k, intermediate = topk_ids.shape[1], w13.shape[1] // 2
+    top_k, intermediate = topk_ids.shape[1], w13.rows // 2
     if num_tokens == 0 or top_k == 0:
         out.zero_()
         return
@@ -71,14 +70,16 @@ def compute(
     row_bytes = hidden_size * 4 + intermediate * numbers.stored.itemsize
     for tokens in pieces(num_tokens, top_k * row_bytes):
         schedule = make_schedule(
-            topk_ids[tokens], w13.shape[0], expert_map=expert_map, topk_weights=weights[tokens],
+            topk_ids[tokens], w13.num_experts, expert_map=expert_map, topk_weights=weights[tokens],
             batch_invariant=batch_invariant, tile_rows=numbers.tile_rows,
         )  # fmt: skip
         slots = schedule.row_slot.numel()
         hidden = x.new_empty((slots, intermediate), dtype=numbers.stored)
-        gate_up(x[tokens], schedule, w13, w13_scale, biases[0], order, function, numbers, (hidden, None, None))
+        for part in w13.parts(schedule):
+            gate_up(x[tokens], part, biases[0], order, function, numbers, (hidden, None, None))
         rows = x.new_empty((slots, hidden_size), dtype=torch.float32)
-        down(hidden, schedule, w2, w2_scale, biases[1], numbers, rows)
+        for part in w2.parts(schedule):
+            down(hidden, part, biases[1], numbers, rows)
         combine_rows(rows, schedule.row_map, weights[tokens], out[tokens])
 
 
@@ -113,7 +114,8 @@ def fused_mxfp4_moe(
         *args, out_dtype=out_dtype, batch_invariant=batch_invariant, weight_layout=weight_layout, after=after, **options
     )
     if weight_layout == CHECKPOINT:
-        compute(op, out, *args, batch_invariant=batch_invariant, **options)
+        matrices = CheckpointMatrix(w13, w13_scale), CheckpointMatrix(w2, w2_scale)
+        compute(op, out, *args[:3], *matrices, batch_invariant=batch_invariant, **options)
     else:
         prepared(op, weight_layout, out, *args, batch_invariant=batch_invariant, **options)
     return out

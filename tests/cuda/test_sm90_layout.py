@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ops.cuda.layout import pack_codes, pack_scales, unpack_codes, unpack_scales, w13_row_order
 from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT, layout_for, prepare_sm90, scales_outside
@@ -148,20 +147,3 @@ def test_blocks_of_zeros_get_a_scale_that_the_layout_has():
     raw[2].view(*raw[3].shape, 16)[1, 5, 1] = 0
     raw[3][1, 5, 1] = 255  # NaN, also of zeros
     assert layout_for(*raw) == ALL_SCALES
-
-
-def test_gradients_over_packed_weights_are_refused_by_name():
-    pytest.importorskip("triton")
-    from moe_ops.triton.fused_mxfp4_moe_backward import fused_mxfp4_moe_backward
-
-    hidden, intermediate, num_experts = 64, 64, 3
-    with FakeTensorMode(), torch.device("cuda"):
-        packed = [
-            torch.empty(num_experts, rows // 16, 16, width, dtype=torch.uint8)
-            for rows, columns in ((2 * intermediate, hidden), (hidden, intermediate))
-            for width in (columns // 2, columns // 32)
-        ]
-        rows = torch.empty(5, hidden, dtype=torch.bfloat16)
-        ids, router = torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2)
-        with pytest.raises(RuntimeError, match="weight_layout must be 'checkpoint' to train on CUDA, got 'sm90_v1'"):
-            fused_mxfp4_moe_backward(rows, rows, ids, router, *packed, w13_layout="gate_up", weight_layout="sm90_v1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,32 @@ def test_chunks_respect_the_limits_of_a_launch():
     assert plans.chunk_of(huge, "wide") * huge.bytes_per_token <= plans.WORKSPACE_BYTES
 
 
+def test_what_the_grouped_kernels_do_not_serve():
+    alone = Geometry(128, 2880, 2880, 4, grouped=False)
+    kernels = [plans.plan_for(alone, tokens, KIND).kernel for tokens in (1, 64, 192, 193, 8192, 32768)]
+    assert kernels == ["decode", "decode", "decode", "unpacked", "unpacked", "unpacked"]
+    assert plans.plan_for(alone, 32768, KIND).chunk >= 32768
+    assert not plans.grouped_serves("sm90_v1", torch.float16)
+    assert not plans.grouped_serves("sm90_v1_all_scales", torch.bfloat16)
+    assert plans.grouped_serves("sm90_v1", torch.bfloat16)
+
+
+def test_a_pin_that_does_not_serve_leaves_the_rule(monkeypatch):
+    monkeypatch.setattr(plans, "PINS", plans.parse_pins("1-8=wide,16=unpacked"))
+    alone = Geometry(128, 2880, 2880, 4, grouped=False)
+    assert plans.plan_for(alone, 8, KIND) == plans.Plan("decode", 64, "rule")
+    assert plans.plan_for(alone, 16, KIND).kernel == plans.plan_for(GPTOSS, 16, KIND).kernel == "unpacked"
+
+
+def test_layers_too_large_for_a_decode_launch():
+    blocks = Geometry(8, 16384, 16384, 8)  # 64 slots of 2048 strips of 128 blocks
+    assert blocks.decode_slots == 63 and plans.chunk_of(blocks, "decode") == 7
+    for geometry in (Geometry(8, 40000, 64, 2), Geometry(7000, 64, 64, 2), Geometry(8, 32768, 32768, 16)):
+        assert not plans.serves(geometry, "decode")
+        assert plans.by_rule(geometry, 1) == "narrow"
+        assert plans.by_rule(replace(geometry, grouped=False), 1) == "unpacked"
+
+
 def test_pins():
     pins = plans.parse_pins("1-8=narrow, 9-64@k6=wide, 128=rule ,")
     assert pins == (
@@ -73,6 +100,8 @@ def test_a_race_is_run_once_and_kept(tmp_path):
     assert plans.race(GPTOSS, KIND, [64, 1024], measure) == {64: "narrow", 1024: "narrow"}
     assert calls == [("decode", 64), ("narrow", 64), ("wide", 64), ("narrow", 1024), ("wide", 1024)]
     plans.forget_tuned()
+    # Kept for what it was measured for, and no other rows.
+    assert plans.plan_for(replace(GPTOSS, grouped=False), 64, KIND).source == "rule"
     assert plans.race(GPTOSS, KIND, [64, 1024], measure) == {64: "narrow", 1024: "narrow"}
     assert len(calls) == 5
     assert plans.plan_for(GPTOSS, 60, KIND) == plans.Plan("narrow", 8192, "tuned")

@@ -29,7 +29,7 @@ def engine():
 
 @pytest.mark.parametrize(
     ("weight_layout", "dtype"),
-    [("checkpoint", torch.float32), ("checkpoint", torch.bfloat16), ("auto", torch.bfloat16)],
+    [("checkpoint", torch.float32), ("checkpoint", torch.bfloat16), ("auto", torch.bfloat16), ("auto", torch.float32)],
 )
 def test_residents_change_under_a_captured_graph(engine, weight_layout, dtype):
     """The device's slots keep their addresses: a graph sees the new residents, and every expert counts once."""

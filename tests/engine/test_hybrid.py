@@ -101,8 +101,6 @@ def test_an_expert_that_packed_slots_do_not_hold(engine):
         layer.place([1, 4])
     assert layer.residents() == [0]
     assert experts.loaded().tolist() == [expert != 0 for expert in range(E)]
-    with pytest.raises(ValueError, match="hidden_states must be bfloat16 or float16 where weight_layout is 'sm90_v1'"):
-        layer(*make_batch(2))
     plain = moe_ops.HybridExperts(add_layer(engine, "plain"), 2)
     assert plain.weight_layout == "checkpoint"  # here is no Hopper card
     with pytest.raises(ValueError, match="weight_layout must be 'auto', 'checkpoint' or 'sm90_v1', got 'x86_v1'"):

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import BACKEND
 
 if BACKEND != "triton-interpret":
-    collect_ignore = ["test_parts.py", "test_pack.py"]
+    collect_ignore = ["test_parts.py", "test_repack.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

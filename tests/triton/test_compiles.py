@@ -17,7 +17,7 @@ try:
 except ImportError:
     pytest.skip("this Triton compiles only for the device at hand", allow_module_level=True)
 
-from moe_ops.cuda import _pack  # noqa: E402
+from moe_ops.cuda import _repack  # noqa: E402
 from moe_ops.triton import _combine_rows, _expert_gradient, _expert_matmul  # noqa: E402
 
 INT, FLOAT = "i32", "fp32"
@@ -97,9 +97,12 @@ def test_rows_are_loaded_in_whole_vectors():
     assert ptx.count("ld.global.v4") == 8 and ptx.count("st.global.v4") == 1
 
 
-def test_packing_for_hopper():
-    sizes = ("groups", "half_first", "half_second", "row_step", "strip_step")
+@pytest.mark.parametrize("pack", [False, True])
+def test_repacking_for_hopper(pack):
+    sizes = ("groups", "rows", "half_first", "half_second", "row_step", "strip_step")
     signature = {
-        "raw": "*i32", "packed": "*i32", "raw_scale": "*u8", "packed_scale": "*u8", **dict.fromkeys(sizes, INT)
+        "raw": "*i32", "packed": "*i32", "raw_scale": "*u8", "packed_scale": "*u8", "counts": "*i32",
+        **dict.fromkeys(sizes, INT)
     }  # fmt: skip
-    assert compiles(_pack._pack, signature, {"GROUPS": _pack.GROUPS}, 90)
+    ptx = compiles(_repack._repack, signature, {"PACK": pack, "GROUPS": _repack.GROUPS}, 90)
+    assert pack or "st.global.v4" in ptx
