@@ -248,6 +248,11 @@ class PreparedExperts:
     def __repr__(self) -> str:
         return f"PreparedExperts({sizes_text(self)}, {self.weight_layout})"
 
+    @property
+    def nbytes(self) -> int:
+        tensors = (getattr(self, name) for name in (*WEIGHTS, *BIASES))
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of fused_mxfp4_moe that describe these weights."""
         return {name: getattr(self, name) for name in (*WEIGHTS, *BIASES, "w13_layout", "weight_layout")}
@@ -263,8 +268,14 @@ class PreparedExperts:
         )
 
     def checkpoint_expert(self, expert: int) -> dict[str, Tensor]:
-        """One expert's w13, w13_scale, w2 and w2_scale in checkpoint form, copied."""
-        require(self.weight_layout == X86_V1, "checkpoint_expert", "weight_layout", f"'{X86_V1}'", self.weight_layout)
+        """One expert's w13, w13_scale, w2 and w2_scale in checkpoint form, copied. "sm90_v1" has given blocks of zeros
+        another scale where theirs was outside 2^-126 to 2."""
+        if self.weight_layout.startswith(SM90_V1):
+            from moe_ops.cuda.slots import unpack_expert
+
+            return unpack_expert({name: getattr(self, name)[expert] for name in WEIGHTS}, self.w13_layout)
+        layouts = f"'{X86_V1}' or '{SM90_V1}'"
+        require(self.weight_layout == X86_V1, "checkpoint_expert", "weight_layout", layouts, f"'{self.weight_layout}'")
         gate, gate_scale = _rows(self.w13[expert][:, 0], self.w13_scale[expert][:, 0])
         up, up_scale = _rows(self.w13[expert][:, 1], self.w13_scale[expert][:, 1])
         w2, w2_scale = _rows(self.w2[expert], self.w2_scale[expert])

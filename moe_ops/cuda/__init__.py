@@ -7,7 +7,7 @@
 Importing this touches no device.
 """
 
-from moe_ops.cuda.plans import cache_file, report
+from moe_ops.cuda.plans import cache_file, report, report_text
 from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT, layout_for, prepare, prepare_sm90, sm90_reason
 from moe_ops.cuda.tuning import autotune, geometry_of, warm_up
 
@@ -21,6 +21,7 @@ __all__ = [
     "prepare",
     "prepare_sm90",
     "report",
+    "report_text",
     "sm90_reason",
     "warm_up",
 ]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import re
@@ -117,7 +118,20 @@ def parse_pins(text: str) -> tuple[Pin, ...]:
     return tuple(pins)
 
 
-PINS = parse_pins(os.environ.get("MOE_OPS_SM90_PLANS", ""))
+def pins_from(text: str) -> tuple[Pin, ...]:
+    """parse_pins, with one warning for the pins that hold no capacity: no batch has their plan."""
+    pins = parse_pins(text)
+    unused = [pin for pin in pins if not any(pin.low <= capacity <= pin.high for capacity in LADDER)]
+    if unused:
+        names = ", ".join(f"{pin.low}-{pin.high}={pin.kernel or 'rule'}" for pin in unused)
+        text = (
+            f"moe_ops: MOE_OPS_SM90_PLANS: no batch is planned by {names}: capacities are {', '.join(map(str, LADDER))}"
+        )
+        warnings.warn(text, stacklevel=2)
+    return pins
+
+
+PINS = pins_from(os.environ.get("MOE_OPS_SM90_PLANS", ""))
 
 # (device kind, geometry) -> capacity -> kernel
 _tuned: dict[tuple[str, Geometry], dict[int, str]] = {}
@@ -200,7 +214,8 @@ def _read_cache() -> dict[str, dict[str, str]]:
         content = json.loads(cache_file().read_text())
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    content = content if isinstance(content, dict) else {}
+    return {key: entry for key, entry in content.items() if isinstance(entry, dict)}
 
 
 @contextlib.contextmanager
@@ -214,7 +229,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def load_tuned(kind: str, geometry: Geometry) -> dict[int, str]:
     """Take the file's plans of a geometry into use; capacity -> kernel."""
     entry = _read_cache().get(cache_key(kind, geometry), {})
-    found = {int(capacity): kernel for capacity, kernel in entry.items() if kernel in KERNELS}
+    found = {int(capacity): kernel for capacity, kernel in entry.items() if capacity.isdigit() and kernel in KERNELS}
     if found:
         _tuned.setdefault((kind, geometry), {}).update(found)
         cached_plan.cache_clear()
@@ -271,6 +286,20 @@ def race(geometry: Geometry, kind: str, capacities: list[int], measure: Callable
     return chosen | measured
 
 
-def report(geometry: Geometry, kind: str) -> list[dict[str, object]]:
-    """What every capacity uses: tokens, kernel, chunk, source."""
+def report(geometry: Geometry, kind: str | None = None) -> list[dict[str, object]]:
+    """What every capacity uses: tokens, kernel, chunk, source. kind: of the device; the current one unless told."""
+    if kind is None:
+        kind = device_kind(torch.cuda.current_device())
     return [{"tokens": capacity, **asdict(plan_for(geometry, capacity, kind))} for capacity in LADDER]
+
+
+def report_text(geometry: Geometry, kind: str | None = None) -> str:
+    """The report for people, a line for each run of capacities with the same plan."""
+    sizes = f"{geometry.num_experts} experts, {geometry.hidden_size} x {geometry.intermediate_size}"
+    lines = [f"{sizes}, top {geometry.top_k}{'' if geometry.grouped else ', without the grouped kernels'}"]
+    rows = report(geometry, kind)
+    for plan, group in itertools.groupby(rows, key=lambda row: (row["kernel"], row["chunk"], row["source"])):
+        last = list(group)[-1]["tokens"]
+        bound = "any" if last == LADDER[-1] else f"<= {last}"
+        lines.append(f"{bound:>8} tokens  {plan[0]:<9} at most {plan[1]} at a time  ({plan[2]})")
+    return "\n".join(lines)

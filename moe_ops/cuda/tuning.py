@@ -44,15 +44,17 @@ def warm_up(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> None:
-    """Run every plan once, on rows without experts, and wait: afterwards a capture of such batches has nothing left to
-    load or compile. options: of fused_mxfp4_moe, such as the activation."""
+    """Take the tuned plans of the geometry into use, where the file has them, run a batch of each size once, on rows
+    without experts, and wait: afterwards a capture of such batches has nothing left to load or compile. Name the sizes
+    that will be captured. options: of fused_mxfp4_moe, such as the activation."""
     from moe_ops import fused_mxfp4_moe
 
-    geometry, device = geometry_of(arguments, top_k), arguments["w13"].device
-    for capacity in sorted({plans.capacity_of(count) for count in token_counts}):
-        x = torch.zeros(capacity, geometry.hidden_size, dtype=dtype, device=device)
-        ids = torch.full((capacity, top_k), -1, dtype=torch.int32, device=device)
-        fused_mxfp4_moe(x, ids, torch.zeros(capacity, top_k, device=device), **arguments, **options)
+    geometry, device = geometry_of(arguments, top_k, dtype), arguments["w13"].device
+    plans.load_tuned(plans.device_kind(device.index or 0), geometry)
+    for count in sorted(set(token_counts)):
+        x = torch.zeros(count, geometry.hidden_size, dtype=dtype, device=device)
+        ids = torch.full((count, top_k), -1, dtype=torch.int32, device=device)
+        fused_mxfp4_moe(x, ids, torch.zeros(count, top_k, device=device), **arguments, **options)
     torch.cuda.synchronize(device)
 
 

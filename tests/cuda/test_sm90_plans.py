@@ -136,10 +136,59 @@ def test_a_folder_that_cannot_be_written_is_one_warning(monkeypatch, tmp_path):
     assert plans.plan_for(GPTOSS, 8, KIND).kernel == "narrow"
 
 
+def test_entries_of_a_file_that_are_no_plans_are_passed_over(tmp_path):
+    key = plans.cache_key(KIND, GPTOSS)
+    entry = {"8": "narrow", "x": "narrow", "16": "fast", "24": ["wide"]}
+    (tmp_path / "sm90_plans.json").write_text(json.dumps({key: entry, "other": 3}))
+    assert plans.load_tuned(KIND, GPTOSS) == {8: "narrow"}
+    (tmp_path / "sm90_plans.json").write_text(json.dumps({key: 3}))
+    assert plans.load_tuned(KIND, GPTOSS) == {}
+    plans.store_tuned(KIND, GPTOSS, {8: "wide"})
+    assert plans.load_tuned(KIND, GPTOSS) == {8: "wide"}
+
+
+def test_pins_that_hold_no_capacity_are_named_in_one_warning():
+    unused = "no batch is planned by 9-9=narrow, 8193-20000=rule: capacities are 1, 2"
+    with pytest.warns(UserWarning, match=unused) as caught:
+        assert len(plans.pins_from("9=narrow,8=decode,8193-20000=rule")) == 3
+    assert len(caught) == 1
+
+
+def test_warm_up_takes_tuned_plans_and_runs_the_sizes_that_it_is_told(monkeypatch):
+    import moe_ops
+    from moe_ops.cuda import tuning
+
+    calls = []
+
+    def record(x, ids, weights, **options):
+        assert (ids == -1).all() and options["activation"] == "swiglu_oai"
+        calls.append((len(x), x.dtype))
+
+    monkeypatch.setattr(moe_ops, "fused_mxfp4_moe", record)
+    monkeypatch.setattr(plans, "device_kind", lambda device: KIND)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    arguments = Mxfp4Experts(*experts(), w13_layout="gate_up").prepare("sm90_v1").arguments()
+    geometry = tuning.geometry_of(arguments, 2)
+    plans.store_tuned(KIND, geometry, {24: "wide"})
+    plans.forget_tuned()
+    tuning.warm_up(arguments, 2, token_counts=(17, 3, 17), activation="swiglu_oai")
+    assert calls == [(3, torch.bfloat16), (17, torch.bfloat16)]
+    assert plans.plan_for(geometry, 17, KIND).source == "tuned"
+
+
 def test_report_names_every_capacity():
     rows = plans.report(GPTOSS, KIND)
     assert [row["tokens"] for row in rows] == list(plans.LADDER)
     assert rows[0] == {"tokens": 1, "kernel": "decode", "chunk": 64, "source": "rule"}
+    plans.store_tuned(KIND, GPTOSS, {8: "narrow"})
+    assert plans.report_text(GPTOSS, KIND).split("\n") == [
+        "128 experts, 2880 x 2880, top 4",
+        "    <= 7 tokens  decode    at most 64 at a time  (rule)",
+        "    <= 8 tokens  narrow    at most 8192 at a time  (tuned)",
+        "   <= 64 tokens  decode    at most 64 at a time  (rule)",
+        " <= 2048 tokens  narrow    at most 8192 at a time  (rule)",
+        "     any tokens  wide      at most 8192 at a time  (rule)",
+    ]
 
 
 def test_experts_go_through_the_layout_and_a_file(tmp_path):
@@ -151,6 +200,9 @@ def test_experts_go_through_the_layout_and_a_file(tmp_path):
         for layout in ("sm90_v1", "x86_v1"):
             with pytest.raises(RuntimeError, match="have been prepared"):
                 used.prepare(layout)
+    assert prepared.nbytes == sum(tensor.nbytes for tensor in (raw.w13, raw.w13_scale, raw.w2, raw.w2_scale))
+    for name, tensor in zip(("w13", "w13_scale", "w2", "w2_scale"), experts(), strict=True):
+        assert all(torch.equal(prepared.checkpoint_expert(expert)[name], tensor[expert]) for expert in range(3))
     prepared.save(tmp_path / "layer.safetensors")
     loaded = PreparedExperts.load(tmp_path / "layer.safetensors").to("cpu")
     for name, value in prepared.arguments().items():
