@@ -231,6 +231,7 @@ def plot(folder: Path) -> None:
     most = max(int(row["threads"]) for row in rows)
     names = [name for name in LAYERS if any(row["layer"] == name for row in rows)]
     figure, axes = plt.subplots(1, len(names), figsize=(3.4 * len(names), 2.8), sharey=True, squeeze=False)
+    highest = max(1.0, *(float(row["roof_share"]) for row in rows))
     for axis, name in zip(axes[0], names, strict=True):
         for provider in dict.fromkeys(row["provider"] for row in rows):
             points = [
@@ -241,7 +242,7 @@ def plot(folder: Path) -> None:
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=provider)
         axis.set_xscale("log", base=2)
-        axis.set_ylim(0, 1.2)
+        axis.set_ylim(0, 1.1 * highest)
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("tokens", fontsize=8)
         axis.grid(alpha=0.3)
