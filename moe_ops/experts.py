@@ -199,16 +199,14 @@ class Mxfp4Experts:
         raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
         layout = layout_for(*raw)
         packed = prepare_sm90(*raw, w13_layout=self.w13_layout, weight_layout=layout)
-        return self._prepared(dict(zip(("w13", "w13_scale", "w2", "w2_scale"), packed, strict=True)), layout)
+        # The kernels read float32 biases; others would be widened in every call.
+        biases = {name: None if (bias := getattr(self, name)) is None else bias.to(torch.float32) for name in BIASES}
+        return self._prepared(dict(zip(("w13", "w13_scale", "w2", "w2_scale"), packed, strict=True)) | biases, layout)
 
-    def _prepared(self, packed: dict[str, Tensor], layout: str) -> PreparedExperts:
+    def _prepared(self, packed: dict[str, Tensor | None], layout: str) -> PreparedExperts:
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in BIASES} | packed
         return PreparedExperts(
-            **packed,
-            weight_layout=layout,
-            w13_layout=self.w13_layout,
-            hidden_size=self.hidden_size,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
+            **tensors, weight_layout=layout, w13_layout=self.w13_layout, hidden_size=self.hidden_size
         )
 
     def _require_unused(self) -> None:

@@ -210,6 +210,13 @@ def test_experts_go_through_the_layout_and_a_file(tmp_path):
         assert same and (value is None) == (loaded.arguments()[name] is None), name
 
 
+def test_biases_are_widened_once():
+    bias = torch.randn(3, 128).to(torch.bfloat16)
+    prepared = Mxfp4Experts(*experts(), w13_layout="gate_up", w13_bias=bias).prepare("sm90_v1")
+    assert prepared.w2_bias is None and prepared.w13_bias.dtype == torch.float32
+    assert torch.equal(prepared.w13_bias, bias.float())
+
+
 def test_where_the_kernels_do_not_apply_the_experts_stay_and_one_line_says_why():
     raw = Mxfp4Experts(*experts(), w13_layout="gate_up")
     with pytest.warns(UserWarning, match="the portable kernel serves these experts: ") as caught:
