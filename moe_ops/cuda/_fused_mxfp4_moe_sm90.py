@@ -93,11 +93,17 @@ def _compute(
 ) -> None:
     op = "fused_mxfp4_moe"
     layouts = (LAYOUT, ALL_SCALES)
-    require(weight_layout in layouts, op, "weight_layout", f"'{LAYOUT}' on a CUDA device", f"'{weight_layout}'")
+    require(
+        weight_layout in layouts,
+        op,
+        "weight_layout",
+        f"'{LAYOUT}' or '{ALL_SCALES}' on a CUDA device",
+        f"'{weight_layout}'",
+    )
     capability = torch.cuda.get_device_capability(hidden_states.device)
     if capability != (9, 0):
         raise RuntimeError(
-            f"{op}: weight_layout '{LAYOUT}' needs compute capability 9.0, this device has {capability[0]}."
+            f"{op}: weight_layout '{weight_layout}' needs compute capability 9.0, this device has {capability[0]}."
             f"{capability[1]}: keep the checkpoint's layout here"
         )
     num_tokens, top_k = topk_ids.shape
