@@ -35,6 +35,38 @@ def test_map_of_every_size(slots, experts, id_dtype):
         assert_same(value, expected)
 
 
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [65, 512, 700])
+def test_map_of_ids_at_any_address(tokens, id_dtype):
+    """Ids that are read in vectors elsewhere."""
+    ids = torch.randint(-1, 200, (tokens, 8), generator=torch.Generator().manual_seed(tokens)).to(id_dtype)
+    moved = torch.empty(tokens * 8 + 1, dtype=id_dtype, device=CUDA)[1:].view(tokens, 8)
+    moved.copy_(ids)
+    x = torch.zeros(tokens, 4)
+    actual = torch.ops.moe_ops.topk_permute(x.to(CUDA), moved, 200)
+    for value, expected in zip(actual, reference.topk_permute(x, ids, 200), strict=True):
+        assert_same(value, expected)
+
+
+# Bulk copies of one and of several pieces of a row, and what they leave to threads: few tokens, short rows, many slots.
+ROWS = [(1023, 8, 4096), (1024, 8, 4096), (1025, 3, 5120), (1100, 4, 7168), (1500, 6, 2880), (1030, 1, 20_008)]
+ROWS += [(1024, 32, 1024), (1024, 33, 1024), (1024, 8, 512), (5000, 2, 7168), (1200, 4, 4100)]
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0, 1.01])
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), ROWS)
+def test_rows_of_every_width(tokens, top_k, hidden, share):
+    g = torch.Generator(device=CUDA).manual_seed(tokens + top_k)
+    x = torch.randn(tokens, hidden + 24, device=CUDA, generator=g).to(torch.bfloat16)[:, 8 : hidden + 8]
+    ids = torch.randint(-3, 64, (tokens, top_k), device=CUDA, generator=g)
+    rows = int(tokens * top_k * share)
+    for source in (x, x.contiguous()):
+        actual = torch.ops.moe_ops.topk_permute(source, ids, 64, num_out_tokens=rows)
+        expected = reference.topk_permute(source, ids, 64, num_out_tokens=rows)
+        for value, wanted in zip(actual, expected, strict=True):
+            assert torch.equal(value, wanted)
+
+
 @pytest.mark.parametrize("tokens", [3, 100, 600, 1000, 1500, 8000, 20_000])
 def test_map_with_weights_and_an_expert_map(tokens):
     """Slots of weight 0 and experts of others count as slots without an expert; the slot of every row."""

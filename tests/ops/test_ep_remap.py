@@ -85,6 +85,26 @@ def test_matches_reference(ops, device, tokens, offset, count, fill):
             assert_same(actual[1], expected[1], "local_weights")
 
 
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (64, 8), (512, 8), (513, 8), (1024, 4), (1025, 4), (300, 6), (70, 16), (128, 32), (9, 40)]
+)
+def test_rows_of_neighbouring_slots(ops, device, shape, id_dtype):
+    """Kernels may read several slots at once, where the address allows it. Batches on both sides of 4,096 slots."""
+    g = generator(shape[0])
+    ids = torch.randint(-1, 64, shape, generator=g).to(id_dtype)
+    weights = torch.randn(shape, generator=g)
+    moved = torch.empty(ids.numel() + 1, dtype=id_dtype, device=device)[1:].view(shape)
+    moved.copy_(ids)
+    for fill in ("reuse", "skip"):
+        options = {"expert_offset": 24, "num_local_experts": 6, "fill": fill}
+        expected = reference.ep_remap(ids, weights, **options)
+        for placed in (ids.to(device), moved):
+            actual = ops.ep_remap(placed, weights.to(device), **options)
+            assert_same(actual[0], expected[0], "local_ids")
+            assert_same(actual[1], expected[1], "local_weights")
+
+
 def test_ids_past_int32(ops, device):
     ids = [[2**32 + 5, 5], [2**62, -(2**62)], [2**63 - 1, -(2**63)]]
     actual = remap(ops, device, ids, [[1.0, 2.0]] * 3, expert_offset=4, num_local_experts=4, fill="skip")

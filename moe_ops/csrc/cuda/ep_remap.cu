@@ -1,8 +1,9 @@
 // Global to local expert ids. A group of lanes owns a row of slots and finds its smallest local id by shuffles.
 //
-// Rows without a local expert need the smallest local id of the batch. A batch of one block's rows is finished by that
-// block, which knows the minimum itself; a larger one leaves the minimum of each block, and a second kernel fills the
-// rows that still miss it. The kernels are short: at decode sizes fetching instructions is most of their time.
+// Rows without a local expert need the smallest local id of the batch. A small batch is one block's, which knows the
+// minimum itself: its kernel has no loops, 32-bit offsets and, where rows allow, four slots a thread, since at decode
+// sizes starting threads and fetching instructions is most of the time. A larger one leaves the minimum of each block,
+// and a second kernel fills the rows that still miss it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -40,8 +41,27 @@ struct RemapArguments {
   int32_t* minima;  // [blocks], for the second kernel
 };
 
+// The same of one block.
+struct BlockArguments {
+  const void* topk_ids;
+  const float* topk_weights;
+  int32_t* local_ids;
+  float* local_weights;
+  const int32_t* expert_map;
+  int64_t expert_map_size;
+  int64_t expert_offset;
+  int64_t num_local_experts;
+  int32_t id_strides[2];
+  int32_t weight_strides[2];
+  int32_t num_tokens;
+  int32_t top_k;
+  int32_t lane_bits;
+  bool reuse;
+};
+
 // -1 where the expert is foreign, or none.
-__device__ __forceinline__ int32_t local_id(const RemapArguments& a, int64_t id) {
+template <typename Arguments>
+__device__ __forceinline__ int32_t local_id(const Arguments& a, int64_t id) {
   if (a.expert_map != nullptr) {
     const bool known = id >= 0 && id < a.expert_map_size;
     const int32_t mapped = known ? a.expert_map[id] : -1;
@@ -60,6 +80,76 @@ __device__ __forceinline__ int32_t block_minimum(int32_t value, int32_t* shared)
   value = __reduce_min_sync(kAllLanes, lane < warps ? shared[lane] : kNone);
   __syncthreads();
   return value;
+}
+
+template <int kSlots, typename T>
+struct alignas(kSlots * sizeof(T) < 16 ? kSlots * sizeof(T) : 16) Slots {
+  T of[kSlots];
+};
+
+// The whole batch in one block: kItems rows of a lane, kSlots neighbouring slots of each. With several slots, rows are
+// contiguous and aligned.
+template <typename Id, int kItems, int kSlots>
+__global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
+  __shared__ int32_t shared[kMaxWarps];
+  release_successor();
+  const int lane = threadIdx.x % kWarp;
+  const int k = (threadIdx.x & ((1 << a.lane_bits) - 1)) * kSlots;
+  const int first = threadIdx.x >> a.lane_bits, rows = blockDim.x >> a.lane_bits;
+  Slots<kSlots, Id> ids[kItems];
+  Slots<kSlots, float> weights[kItems];
+  bool inside[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int token = first + i * rows;
+    inside[i] = token < a.num_tokens && k < a.top_k;
+    if (!inside[i]) continue;
+    const Id* id = static_cast<const Id*>(a.topk_ids) + token * a.id_strides[0] + k * a.id_strides[1];
+    const float* weight = a.topk_weights + token * a.weight_strides[0] + k * a.weight_strides[1];
+    ids[i] = *reinterpret_cast<const Slots<kSlots, Id>*>(id);
+    weights[i] = *reinterpret_cast<const Slots<kSlots, float>*>(weight);
+  }
+  Slots<kSlots, int32_t> local[kItems];
+  int32_t minimum[kItems], smallest = kNone;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    minimum[i] = kNone;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) {
+      local[i].of[j] = inside[i] ? local_id(a, static_cast<int64_t>(ids[i].of[j])) : -1;
+      if (local[i].of[j] >= 0) {
+        minimum[i] = min(minimum[i], local[i].of[j]);
+      } else {
+        weights[i].of[j] = 0.0f;
+      }
+    }
+    smallest = min(smallest, minimum[i]);
+    const int at = (first + i * rows) * a.top_k + k;
+    if (inside[i]) *reinterpret_cast<Slots<kSlots, float>*>(a.local_weights + at) = weights[i];
+  }
+  int32_t filler = -1;
+  if (a.reuse) {
+    smallest = __reduce_min_sync(kAllLanes, smallest);
+    if (lane == 0) shared[threadIdx.x / kWarp] = smallest;
+#pragma unroll 1
+    for (int step = (1 << a.lane_bits) / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) minimum[i] = min(minimum[i], __shfl_xor_sync(kAllLanes, minimum[i], step));
+    }
+    if (blockDim.x > kWarp) {
+      __syncthreads();
+      smallest = __reduce_min_sync(kAllLanes, lane < blockDim.x / kWarp ? shared[lane] : kNone);
+    }
+    filler = smallest == kNone ? 0 : smallest;
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t fill = a.reuse && minimum[i] != kNone ? minimum[i] : filler;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) local[i].of[j] = local[i].of[j] >= 0 ? local[i].of[j] : fill;
+    const int at = (first + i * rows) * a.top_k + k;
+    if (inside[i]) *reinterpret_cast<Slots<kSlots, int32_t>*>(a.local_ids + at) = local[i];
+  }
 }
 
 // Foreign slots get their row's minimum, or -1 where the row has no local expert. kWide: rows of more slots than a warp
@@ -122,8 +212,56 @@ __global__ void __launch_bounds__(kThreads) fill_rows(RemapArguments a, int64_t 
   }
 }
 
+template <typename Id, int kItems, int kSlots>
+void remap_in_block(BlockArguments a, const Tensor& on) {
+  const int64_t lanes = (static_cast<int64_t>(a.num_tokens) << a.lane_bits);
+  LaunchShape shape;
+  shape.threads = static_cast<int>(((lanes + kItems - 1) / kItems + kWarp - 1) / kWarp * kWarp);
+  launch(remap_block<Id, kItems, kSlots>, shape, on, a);
+}
+
+// Whether one block did the work.
+template <typename Id>
+bool remap_small(const RemapArguments& a, const Tensor& on) {
+  constexpr int kSlots = 4, kItems = 4;
+  if (a.num_tokens << a.lane_bits > kThreads * kItems || a.top_k > kWarp) return false;
+  BlockArguments b = {};
+  b.topk_ids = a.topk_ids;
+  b.topk_weights = a.topk_weights;
+  b.local_ids = a.local_ids;
+  b.local_weights = a.local_weights;
+  b.expert_map = a.expert_map;
+  b.expert_map_size = a.expert_map_size;
+  b.expert_offset = a.expert_offset;
+  b.num_local_experts = a.num_local_experts;
+  for (int dim = 0; dim < 2; ++dim) {
+    const int64_t widest = std::max(a.id_strides[dim], a.weight_strides[dim]);
+    if (widest > kNone / (2 * kThreads * kItems)) return false;
+    b.id_strides[dim] = static_cast<int32_t>(a.id_strides[dim]);
+    b.weight_strides[dim] = static_cast<int32_t>(a.weight_strides[dim]);
+  }
+  b.num_tokens = static_cast<int32_t>(a.num_tokens);
+  b.top_k = a.top_k;
+  b.lane_bits = a.lane_bits;
+  b.reuse = a.reuse;
+  const auto packed = [&](const void* at, const int64_t* strides) {
+    return reinterpret_cast<uintptr_t>(at) % 16 == 0 && strides[0] == a.top_k && strides[1] == 1;
+  };
+  if (a.top_k % kSlots == 0 && a.top_k == 1 << a.lane_bits && packed(a.topk_ids, a.id_strides) &&
+      packed(a.topk_weights, a.weight_strides)) {
+    b.lane_bits -= 2;
+    remap_in_block<Id, 1, kSlots>(b, on);
+  } else if (a.num_tokens << a.lane_bits <= kThreads) {
+    remap_in_block<Id, 1, 1>(b, on);
+  } else {
+    remap_in_block<Id, kItems, 1>(b, on);
+  }
+  return true;
+}
+
 template <typename Id, bool kWide>
 void remap(RemapArguments a, const Tensor& on) {
+  if (remap_small<Id>(a, on)) return;
   const int64_t lanes = a.num_tokens << a.lane_bits;
   LaunchShape shape;
   shape.threads = static_cast<int>(std::min<int64_t>(kThreads, (lanes + kWarp - 1) / kWarp * kWarp));

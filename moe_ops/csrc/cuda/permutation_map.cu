@@ -28,7 +28,7 @@ constexpr int kMaxWarps = kMaxThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kItems = 4;  // slots of a lane where a kernel counts in front
 constexpr int kBatch = 8;  // independent loads in flight; warps are counted in multiples of it
-constexpr int kAhead = 4;  // slots of others that a thread loads beside its own
+constexpr int kAhead = 4;  // slots of others that a thread loads beside its own, one by one
 
 struct MapArguments {
   const void* topk_ids;
@@ -166,14 +166,15 @@ __global__ void scan_blocks(MapArguments a, int64_t blocks) {
 
 // Shared memory, in rows of `stride` words, a word per bucket: the row of its first slot in this block; for kAlone, the
 // slots of the batch in the high half and those in front of the block in the low half; counts, a row per warp that owns
-// slots, rounded up to kBatch, later the slots in the warps in front; where a lane has several slots also masks, a row
-// per warp: the lanes of a bucket.
+// slots, rounded up to kBatch, later the slots in the warps in front; masks, a row per warp: the lanes of a bucket.
+// Where a lane has one slot, the mask is in the place of the count, which is its population.
 constexpr int64_t place_rows(Form form, int64_t warps) {
   const int64_t counters = (warps + kBatch - 1) / kBatch * kBatch;
   return form == Form::kAlone ? 2 + counters : 1 + 2 * counters;
 }
 
-template <typename Id, bool kPlain, Form kForm>
+// kVectors: 16-byte vectors of ids that a thread loads of all slots, for the counts of kAlone; 0: slots one by one.
+template <typename Id, bool kPlain, Form kForm, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
   extern __shared__ __align__(16) uint32_t words[];
   __shared__ uint32_t warp_sums[kMaxWarps];
@@ -197,7 +198,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
     loaded[i] = load_slot<Id, kPlain>(a, warp < a.warps ? first + i * kWarp : 0xffffffffu);
   }
   const bool count_others = kAlone && gridDim.x > 1;
-  if (count_others) {
+  constexpr unsigned kPerVector = sizeof(uint4) / sizeof(Id);
+  union {
+    uint4 vector;
+    Id ids[kPerVector];
+  } vectors_ahead[kVectors > 0 ? kVectors : 1];
+  if (count_others && kVectors > 0) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const unsigned vector = threadIdx.x + i * blockDim.x;
+      if (vector * kPerVector < static_cast<unsigned>(a.num_slots)) {
+        vectors_ahead[i].vector = static_cast<const uint4*>(a.topk_ids)[vector];
+      }
+    }
+  } else if (count_others) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ahead[i] = load_slot<Id, kPlain>(a, threadIdx.x + i * blockDim.x);
   }
@@ -222,15 +236,27 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
       const uint32_t so_far = kMasks && inside ? mine[bucket[i]] : 0;
       const int before = __popc(peers & ((1u << lane) - 1));
       rank[i] = so_far + before;
+      if (!kMasks) continue;
       __syncwarp();
       if (inside && before == 0) {
-        if (kMasks) lanes[bucket[i]] = 0;
+        lanes[bucket[i]] = 0;
         mine[bucket[i]] = so_far + __popc(peers);
       }
-      if (kMasks) __syncwarp();
+      __syncwarp();
     }
   }
-  if (count_others) {
+  if (count_others && kVectors > 0) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const unsigned slot = (threadIdx.x + i * blockDim.x) * kPerVector;
+      if (slot >= static_cast<unsigned>(a.num_slots)) continue;
+      const uint32_t one = slot < block_first ? 0x10001u : 0x10000u;  // a block begins with a vector
+#pragma unroll
+      for (unsigned j = 0; j < kPerVector; ++j) {
+        atomicAdd(&others[bucket_of<Id, kPlain>(a, slot, {vectors_ahead[i].ids[j], 1.0f})], one);
+      }
+    }
+  } else if (count_others) {
 #pragma unroll 1
     for (unsigned slot = threadIdx.x; slot < static_cast<unsigned>(a.num_slots);) {
 #pragma unroll
@@ -257,7 +283,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
       for (int w = 0; w < a.warps; w += kBatch) {
         uint32_t count[kBatch];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) count[i] = column[i * stride];
+        for (int i = 0; i < kBatch; ++i) count[i] = kMasks ? column[i * stride] : __popc(column[i * stride]);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           column[i * stride] = running;
@@ -309,6 +335,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
 
 constexpr int64_t kOneBlock = 512;       // slots up to which one block is enough
 constexpr int64_t kCountedByAll = 8192;  // up to which every block counts all slots; fits 16 bits
+constexpr int64_t kEightEach = 4096;     // up to which a thread counts eight of them, else sixteen
 constexpr int64_t kScanInPlace = 64;     // up to this many blocks, each adds up the counts in front of it by itself
 constexpr int64_t kStaticShared = 1024;
 
@@ -325,10 +352,11 @@ struct Plan {
   }
 };
 
-template <typename Id, bool kPlain, Form kForm>
+template <typename Id, bool kPlain, Form kForm, int kVectors>
 void place(MapArguments a, const Plan& plan, const Tensor& on) {
+  constexpr int64_t kOfThread = kVectors > 0 ? kVectors * sizeof(uint4) / sizeof(Id) : kAhead;
   const bool counts_others = kForm == Form::kAlone && plan.blocks > 1;
-  const int64_t for_counting = counts_others ? ceil_div(a.num_slots, kAhead) : 0;
+  const int64_t for_counting = counts_others ? ceil_div(a.num_slots, kOfThread) : 0;
   a.warps = static_cast<int32_t>(plan.warps);
   LaunchShape shape;
   // At least a thread for every bucket, where that is one round of the scan.
@@ -337,7 +365,23 @@ void place(MapArguments a, const Plan& plan, const Tensor& on) {
   shape.blocks = plan.blocks;
   shape.shared_bytes = plan.shared_bytes(a.stride);
   shape.overlap = kForm == Form::kCounted;
-  launch(place_slots<Id, kPlain, kForm>, shape, on, a);
+  launch(place_slots<Id, kPlain, kForm, kVectors>, shape, on, a);
+}
+
+// Eight slots a thread, in half as many threads as four of them take, start sooner; sixteen where 1,024 threads would
+// be needed.
+template <typename Id, bool kPlain>
+void place_alone(const MapArguments& a, const Plan& plan, const Tensor& on) {
+  constexpr int kPerVector = sizeof(uint4) / sizeof(Id);
+  const bool vectors = reinterpret_cast<uintptr_t>(a.topk_ids) % sizeof(uint4) == 0 && a.num_slots % kPerVector == 0;
+  if constexpr (kPlain) {
+    constexpr int kEight = 8 / kPerVector;
+    if (plan.blocks > 1 && vectors) {
+      if (a.num_slots <= kEightEach) return place<Id, kPlain, Form::kAlone, kEight>(a, plan, on);
+      return place<Id, kPlain, Form::kAlone, 2 * kEight>(a, plan, on);
+    }
+  }
+  place<Id, kPlain, Form::kAlone, 0>(a, plan, on);
 }
 
 template <typename Id, bool kPlain>
@@ -361,7 +405,7 @@ void place_counted(MapArguments a, const Plan& plan, const Tensor& on) {
     scan.overlap = true;
     launch(scan_blocks, scan, on, a, plan.blocks);
   }
-  place<Id, kPlain, Form::kCounted>(a, plan, on);
+  place<Id, kPlain, Form::kCounted, 0>(a, plan, on);
 }
 
 Plan choose(int64_t num_slots, int64_t stride, const Tensor& on) {
@@ -383,7 +427,7 @@ Plan choose(int64_t num_slots, int64_t stride, const Tensor& on) {
 template <typename Id, bool kPlain>
 void run(const MapArguments& a, const Plan& plan, const Tensor& on) {
   if (plan.form == Form::kCounted) return place_counted<Id, kPlain>(a, plan, on);
-  place<Id, kPlain, Form::kAlone>(a, plan, on);
+  place_alone<Id, kPlain>(a, plan, on);
 }
 
 // row_slot has at most as many rows as there are slots. Shapes and dtypes are those of the callers in moe_ops/triton:
