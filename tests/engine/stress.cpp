@@ -19,6 +19,7 @@
 
 #include "cpu/kernels/thread_team.h"
 #include "engine/c_api.h"
+#include "engine/doorbells.h"
 #include "engine/engine.h"
 
 using namespace moe_ops;
@@ -274,14 +275,17 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
     Inputs in;
     void* submit;
     void* sync;
-    int64_t first = 0;
+    int64_t first = 0, staged = 0, asked = 0, answered = 0;  // the last three are words of a device
     bool late = false;
   };
+  const auto set = [](int64_t& word) { __atomic_store_n(&word, int64_t{1}, __ATOMIC_RELEASE); };
   while (Clock::now() < end) {
     bool graph = random() % 2;
     void* arena = graph ? moe_ops_arena_create() : nullptr;
     // The stream mints the tickets, and the host function of a submit runs beside it.
     const bool minted = random() % 2;
+    // Words take the place of both host functions, and the stream waits for an answer.
+    const bool by_words = minted && !graph && random() % 2;
     std::vector<Layer> layers(kLayers);
     for (auto& layer : layers) {
       layer.handle = model.handle;
@@ -315,18 +319,28 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
           const bool any = std::any_of(layer.ids.begin(), layer.ids.end(), [](int64_t id) { return id >= 0; });
           layer.tickets[0] = layer.first + 2 * round;
           layer.tickets[1] = any ? layer.tickets[0] + 1 : 0;
+          if (by_words) return set(layer.staged);
           side.push([&] {
             if (layer.late) std::this_thread::sleep_for(std::chrono::microseconds(50));
             moe_ops_submit_call_run(layer.submit);
           });
         });
         if (!minted) stream.push([&] { moe_ops_submit_call_run(layer.submit); });
+        if (by_words) {
+          moe_ops_call_when_rung(layer.submit, &layer.staged, nullptr);
+          moe_ops_call_when_rung(layer.sync, &layer.asked, &layer.answered);
+        }
         stream.push([&] { std::memcpy(layer.sync_tickets, layer.tickets, sizeof(layer.tickets)); });
         if (drop && &layer == &layers.back()) continue;
-        stream.push([&] { moe_ops_sync_call_run(layer.sync); });
+        stream.push([&] {
+          if (!by_words) return moe_ops_sync_call_run(layer.sync);
+          set(layer.asked);
+          while (!__atomic_load_n(&layer.answered, __ATOMIC_ACQUIRE)) std::this_thread::yield();
+        });
       }
       stream.synchronize();
       side.synchronize();
+      if (by_words) settle_rung();  // a sync may have come before the submit's word was seen
       for (auto& layer : layers) {
         if (drop && &layer == &layers.back()) continue;
         for (size_t i = 0; i < elements; ++i)

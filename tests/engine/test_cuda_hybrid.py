@@ -77,7 +77,7 @@ def test_the_profiler_shows_ops_and_copies(engine):
         torch.cuda.synchronize()
     names = {event.name for event in profile.events()}
     assert {"moe_ops::cpu_moe_submit", "moe_ops::cpu_moe_sync"} <= names
-    for kernel in ("copy_inputs_kernel", "copy_tickets_in_kernel", "add_staged_kernel"):
+    for kernel in ("copy_inputs_kernel", "ask_for_rows_kernel", "add_staged_kernel"):
         assert any(kernel in name for name in names), (kernel, names)
 
 

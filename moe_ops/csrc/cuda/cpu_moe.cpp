@@ -3,13 +3,20 @@
 //   submit: [kernel: inputs -> staging, mints the tickets]  beside the stream: [host function: enqueue]
 //   sync:   [kernel: tickets -> staging]  [host function: wait]  [kernel: device_out + staging -> out]
 //
+// Outside of captures a thread of the library takes the place of the driver's: it looks at a word that the first kernel
+// sets, and the kernel of sync waits for its answer (engine/doorbells.h). MOE_OPS_HOST_FUNCTIONS=1 leaves that to the
+// driver.
+//
 // What follows a submit does not wait for its host function, which the driver starts 50 to 200 us after it may run. A
 // sync whose ticket has not become a job yet does that host function's work. In synchronous mode, and with the
 // repeatable tickets of the tests, tickets come from the host function, in the stream.
 #include <nvtx3/nvToolsExt.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 
 #include "cpu/check.h"
@@ -58,6 +65,14 @@ void run_on_stream(cudaHostFn_t run, void* call, cudaStream_t stream) {
     return run(call);
   }
   STD_CUDA_CHECK(cudaLaunchHostFunc(stream, run, call));
+}
+
+bool wants_host_functions() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("MOE_OPS_HOST_FUNCTIONS");
+    return value && *value && std::strcmp(value, "0") != 0;
+  }();
+  return wanted;
 }
 
 // Frees a call and its slot if anything throws before the host function owns them.
@@ -162,8 +177,20 @@ std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Ten
     if (copy.first_ticket) copy.run = take_counter(device, graph);
     wait_for_beside(stream, graph);  // it reads the staging that this call fills
   }
+  const bool by_word = copy.first_ticket && !graph && !wants_host_functions();
+  if (by_word) {
+    *slot->rung() = 0;
+    copy.rung = slot->rung();
+    copy.arrivals = slot->arrivals;
+  }
   copy_inputs(copy, stream);
   STD_CUDA_CHECK(cudaGetLastError());
+  if (by_word) {
+    moe_ops_call_when_rung(pending.call, slot->rung(), nullptr);
+    pending.call = nullptr;
+    pending.slot = nullptr;
+    return {ticket, deferred};
+  }
   if (copy.first_ticket) {
     launch_beside(moe_ops_submit_call_run, pending.call, device, stream, graph);
     pending.call = nullptr;
@@ -221,11 +248,27 @@ Tensor cpu_moe_sync(const Tensor& ticket, const Tensor& device_out, std::optiona
                                           deferred_ticket.has_value(), reinterpret_cast<float*>(slot->payload()));
   if (!pending.call) throw std::runtime_error(moe_ops_last_error());
 
-  copy_tickets_in(ticket.const_data_ptr<int64_t>(),
-                  deferred_ticket ? deferred_ticket->const_data_ptr<int64_t>() : nullptr, slot->tickets(), stream);
-  STD_CUDA_CHECK(cudaGetLastError());
-  run_on_stream(moe_ops_sync_call_run, pending.call, stream);
-  pending.call = nullptr;
+  const int64_t* ticket_data = ticket.const_data_ptr<int64_t>();
+  const int64_t* deferred_data = deferred_ticket ? deferred_ticket->const_data_ptr<int64_t>() : nullptr;
+  if (graph || moe_ops_synchronous() || wants_host_functions()) {
+    copy_tickets_in(ticket_data, deferred_data, slot->tickets(), stream);
+    STD_CUDA_CHECK(cudaGetLastError());
+    run_on_stream(moe_ops_sync_call_run, pending.call, stream);
+    pending.call = nullptr;
+  } else {
+    *slot->rung() = *slot->answered() = 0;
+    slot->tickets()[0] = slot->tickets()[1] = 0;
+    // Before the launch, which may itself wait for the kernel (CUDA_LAUNCH_BLOCKING).
+    moe_ops_call_when_rung(pending.call, slot->rung(), slot->answered());
+    pending.call = nullptr;
+    ask_for_rows(ticket_data, deferred_data, slot->tickets(), slot->rung(), slot->answered(), stream);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+      // Nobody will ring. The call ends with an error of its own, of no ticket, and then lets go of the slot.
+      __atomic_store_n(slot->rung(), int64_t{1}, __ATOMIC_RELEASE);
+      while (!__atomic_load_n(slot->answered(), __ATOMIC_ACQUIRE)) std::this_thread::yield();
+      STD_CUDA_CHECK(error);
+    }
+  }
   add_staged(copy, stream);
   STD_CUDA_CHECK(cudaGetLastError());
   pending.slot = nullptr;

@@ -35,6 +35,17 @@ __device__ int64_t id_at(const SubmitCopy& c, int64_t i) {
                     : int64_t(static_cast<const int32_t*>(c.topk_ids)[at]);
 }
 
+// Sets *word, which the host reads, once all blocks are here and what they wrote can be seen.
+__device__ void set_by_last_block(unsigned* arrivals, int64_t* word) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicAdd(arrivals, 1u) + 1 != gridDim.x) return;
+  *arrivals = 0;
+  __threadfence_system();
+  *static_cast<volatile int64_t*>(word) = 1;
+}
+
 // By one block.
 __device__ void mint_tickets(const SubmitCopy& c) {
   bool any = false;
@@ -65,6 +76,7 @@ __global__ void copy_inputs_kernel(SubmitCopy c) {
   }
   if (start == 0) *c.staged_handle = c.device_handle ? *c.device_handle : c.handle;
   if (blockIdx.x == 0 && c.first_ticket != 0) mint_tickets(c);
+  if (c.rung) set_by_last_block(c.arrivals, c.rung);
 }
 
 // volatile: the words were written by the host while this stream waited, or will be read by it.
@@ -79,6 +91,17 @@ __global__ void copy_tickets_out_kernel(const volatile int64_t* staged, int64_t*
 __global__ void copy_tickets_in_kernel(const int64_t* ticket, const int64_t* deferred, volatile int64_t* staged) {
   staged[0] = *ticket;
   staged[1] = deferred ? *deferred : 0;
+}
+
+__global__ void ask_for_rows_kernel(const int64_t* ticket, const int64_t* deferred, volatile int64_t* staged,
+                                    volatile int64_t* rung, const volatile int64_t* answered) {
+  staged[0] = *ticket;
+  staged[1] = deferred ? *deferred : 0;
+  __threadfence_system();
+  *rung = 1;
+  // What is waited for needs nothing of the device: an engine's threads, and one that looks at the word above.
+  while (*answered == 0) __nanosleep(500);
+  __threadfence_system();
 }
 
 template <typename T>
@@ -128,13 +151,7 @@ __global__ void add_staged_kernel(SyncCopy c) {
     for (int64_t i = start; i < c.num_tokens * c.hidden_size; i += step)
       store(out, i, load(in, i / c.hidden_size * c.in_stride + i % c.hidden_size) + __ldcs(c.staged + i));
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(c.arrivals, 1u) + 1 != gridDim.x) return;
-  *c.arrivals = 0;
-  __threadfence_system();
-  *static_cast<volatile int64_t*>(c.done) = 1;
+  set_by_last_block(c.arrivals, c.done);
 }
 
 template <typename In>
@@ -169,6 +186,11 @@ void copy_tickets_out(const int64_t* staged, int64_t* ticket, int64_t* deferred,
 
 void copy_tickets_in(const int64_t* ticket, const int64_t* deferred, int64_t* staged, cudaStream_t stream) {
   copy_tickets_in_kernel<<<1, 1, 0, stream>>>(ticket, deferred, staged);
+}
+
+void ask_for_rows(const int64_t* ticket, const int64_t* deferred, int64_t* staged, int64_t* rung,
+                  const int64_t* answered, cudaStream_t stream) {
+  ask_for_rows_kernel<<<1, 1, 0, stream>>>(ticket, deferred, staged, rung, answered);
 }
 
 void add_staged(const SyncCopy& c, cudaStream_t stream) {

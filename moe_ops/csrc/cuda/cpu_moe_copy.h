@@ -35,6 +35,9 @@ struct SubmitCopy {
   char* staged_hidden_states;
   int64_t* staged_ids;
   float* staged_weights;
+  // Not null: *rung = 1 once everything is staged.
+  int64_t* rung;
+  unsigned* arrivals;  // device memory, 0 between launches
 };
 void copy_inputs(const SubmitCopy& copy, cudaStream_t stream);
 
@@ -44,6 +47,10 @@ void copy_tickets_out(const int64_t* staged, int64_t* ticket, int64_t* deferred,
 
 // Before the host function of sync: the tickets to staging; deferred may be null.
 void copy_tickets_in(const int64_t* ticket, const int64_t* deferred, int64_t* staged, cudaStream_t stream);
+
+// The same in place of that host function: then *rung = 1, and the stream waits until the host has set *answered.
+void ask_for_rows(const int64_t* ticket, const int64_t* deferred, int64_t* staged, int64_t* rung,
+                  const int64_t* answered, cudaStream_t stream);
 
 struct SyncCopy {
   int64_t num_tokens, hidden_size;

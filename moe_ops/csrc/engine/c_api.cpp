@@ -7,6 +7,7 @@
 #include <new>
 
 #include "engine/arena.h"
+#include "engine/doorbells.h"
 #include "engine/state.h"
 
 namespace moe_ops::engine {
@@ -311,6 +312,17 @@ void moe_ops_sync_call_run(void* pointer) {
     state().released.notify_all();
   }
   delete &call;
+}
+
+void moe_ops_call_when_rung(void* pointer, const int64_t* rung, int64_t* answered) {
+  const auto ended = [](void* call) {
+    const auto& sync = *static_cast<Sync*>(static_cast<Call*>(call));
+    return is_done(sync.tickets[0]) && (sync.tickets[1] == 0 || is_done(sync.tickets[1]));
+  };
+  if (static_cast<Call*>(pointer)->kind == Kind::kSubmit)
+    when_rung({rung, nullptr, moe_ops_submit_call_run, pointer, answered});
+  else
+    when_rung({rung, ended, moe_ops_sync_call_run, pointer, answered});
 }
 
 void moe_ops_call_destroy(void* pointer) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "engine/doorbells.h"
 #include "engine/pools.h"
 #include "engine/state.h"
 
@@ -220,6 +221,7 @@ int64_t create_engine(const EngineOptions& options) {
 }
 
 void close_engine(int64_t id, bool drain) {
+  settle_rung();
   State& s = state();
   std::vector<std::shared_ptr<Experts>> dropped;
   std::shared_ptr<Engine> engine;
@@ -318,6 +320,7 @@ int64_t add_experts(int64_t id, const std::string& name, std::shared_ptr<Experts
 }
 
 void remove_experts(int64_t handle, int64_t engine) {
+  settle_rung();
   std::shared_ptr<Experts> dropped;  // destroyed after the lock is gone
   std::lock_guard<std::mutex> lock(state().mutex);
   auto found = state().experts.find(handle);
@@ -333,6 +336,7 @@ int64_t find_engine(int64_t handle) {
 }
 
 void run_task(int64_t id, const std::function<void()>& task) {
+  settle_rung();
   State& s = state();
   Task item;
   item.is_task = true;
@@ -352,6 +356,7 @@ void run_task(int64_t id, const std::function<void()>& task) {
 }
 
 void wait_idle(int64_t id) {
+  settle_rung();
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   std::shared_ptr<Engine> engine = engine_locked(id);
@@ -375,6 +380,7 @@ void hold_engine(int64_t id, bool held) {
 }
 
 Stats engine_stats(int64_t id) {
+  settle_rung();
   std::lock_guard<std::mutex> lock(state().mutex);
   std::shared_ptr<Engine> engine = engine_locked(id);
   Stats stats = engine->stats;
@@ -383,6 +389,7 @@ Stats engine_stats(int64_t id) {
 }
 
 std::vector<TraceEvent> engine_trace(int64_t id) {
+  settle_rung();
   std::lock_guard<std::mutex> lock(state().mutex);
   std::shared_ptr<Engine> engine = engine_locked(id);
   std::vector<TraceEvent> events;

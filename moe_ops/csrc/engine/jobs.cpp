@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "engine/deferral.h"
+#include "engine/doorbells.h"
 #include "engine/state.h"
 
 namespace moe_ops::engine {
@@ -297,6 +298,7 @@ void forget_locked(Job* job) noexcept {
 }
 
 int64_t discard_unsynced(int64_t id) {
+  settle_rung();
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   int64_t freed = 0;
