@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from moe_ops.reference.mxfp4 import quantize_mxfp4
 
 X86_V1 = "x86_v1"
 SM90_V1 = "sm90_v1"
+SM90_V1_E4M3 = "sm90_v1_e4m3"
 TILE_ROWS = 16
 TILE_BLOCK_BYTES = TILE_ROWS * BLOCK // 2
 
@@ -173,14 +175,16 @@ class Mxfp4Experts:
     def prepare(self, layout: str = X86_V1) -> PreparedExperts:
         """Repack into `layout`, in the memory of the source tensors: peak memory is the weights and one expert.
 
-        "x86_v1" is for the CPU, "sm90_v1" for Hopper cards (`moe_ops.cuda.prepare` asks first whether it applies). The
+        "x86_v1" is for the CPU, "sm90_v1" for Hopper cards (`moe_ops.cuda.prepare` asks first whether it applies), as
+        is "sm90_v1_e4m3", whose large batches may round activations to e4m3 (docs/cuda.md). The
         source is used up: its tensors (and every other view of their memory) no longer hold checkpoint bytes, and a
         second call raises.
         """
         self._require_unused()
-        if layout == SM90_V1:
-            return self._prepare_sm90()
-        require(layout == X86_V1, "prepare", "layout", f"'{X86_V1}' or '{SM90_V1}'", f"'{layout}'")
+        if layout in (SM90_V1, SM90_V1_E4M3):
+            return self._prepare_sm90(layout)
+        known = f"'{X86_V1}', '{SM90_V1}' or '{SM90_V1_E4M3}'"
+        require(layout == X86_V1, "prepare", "layout", known, f"'{layout}'")
         for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale):
             require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
         _repacked.mark(self.w13, self.w13_scale, self.w2, self.w2_scale)
@@ -193,11 +197,19 @@ class Mxfp4Experts:
         shapes = _x86_v1_shapes(self.num_experts, self.hidden_size, self.intermediate_size)
         return self._prepared({name: getattr(self, name).view(shape) for name, shape in shapes.items()}, layout)
 
-    def _prepare_sm90(self) -> PreparedExperts:
+    def _prepare_sm90(self, layout: str) -> PreparedExperts:
         from moe_ops.cuda import layout_for, prepare_sm90
+        from moe_ops.cuda.prepare import e4m3_outside
 
         raw = (self.w13, self.w13_scale, self.w2, self.w2_scale)
-        layout = layout_for(*raw)
+        if layout == SM90_V1_E4M3:
+            outside = e4m3_outside(*raw[:2]) + e4m3_outside(*raw[2:])
+            if outside:
+                layout = SM90_V1
+                text = f"moe_ops: activations stay exact: e4m3 does not hold {outside} blocks of these weights"
+                warnings.warn(text, stacklevel=3)
+        if layout == SM90_V1:
+            layout = layout_for(*raw)
         packed = prepare_sm90(*raw, w13_layout=self.w13_layout, weight_layout=layout)
         # The kernels read float32 biases; others would be widened in every call.
         biases = {name: None if (bias := getattr(self, name)) is None else bias.to(torch.float32) for name in BIASES}

@@ -194,7 +194,12 @@ OPS: tuple[Op, ...] = (
         "_sm90_grouped",
         "(Tensor hidden_states, Tensor topk_weights, Tensor row_map, Tensor row_slot, Tensor tokens_per_expert,"
         " Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias,"
-        " int[] row_places, bool oai, float limit, float alpha, bool wide, Tensor(a!) out) -> ()",
+        " int[] row_places, bool oai, float limit, float alpha, bool wide, bool e4m3, Tensor(a!) out) -> ()",
+        {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
+    ),
+    Op(
+        "_sm90_quantize_rows",
+        "(Tensor rows, Tensor(a!) quantized, Tensor(b!) scale) -> ()",
         {"CUDA": "csrc/cuda/fused_mxfp4_moe_sm90.cpp"},
     ),
     Op(

@@ -8,11 +8,12 @@ Importing this touches no device.
 """
 
 from moe_ops.cuda.plans import cache_file, report, report_text
-from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT, layout_for, prepare, prepare_sm90, sm90_reason
+from moe_ops.cuda.prepare import ALL_SCALES, E4M3, LAYOUT, layout_for, prepare, prepare_sm90, sm90_reason
 from moe_ops.cuda.tuning import autotune, geometry_of, warm_up
 
 __all__ = [
     "ALL_SCALES",
+    "E4M3",
     "LAYOUT",
     "autotune",
     "cache_file",

@@ -1,4 +1,4 @@
-"""fused_mxfp4_moe on Hopper, for weights in layout "sm90_v1" or "sm90_v1_all_scales"."""
+"""fused_mxfp4_moe on Hopper, for weights in layout "sm90_v1", "sm90_v1_all_scales" or "sm90_v1_e4m3"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moe_ops._errors import require
 from moe_ops.cuda.plans import Geometry, Plan, cached_plan, chunk_of, grouped_serves, serves
-from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT
+from moe_ops.cuda.prepare import ALL_SCALES, E4M3, LAYOUT
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
 
@@ -32,6 +32,7 @@ def _grouped(
     expert_map: torch.Tensor | None,
     function: tuple[Any, ...],
     wide: bool,
+    e4m3: bool,
     out: torch.Tensor,
 ) -> None:
     """Map, both matmuls, weighted sum."""
@@ -44,7 +45,7 @@ def _grouped(
         ids, row_map, counts, num_rows=slots, row_slot=row_slot, expert_map=expert_map, topk_weights=weights
     )
     torch.ops.moe_ops._sm90_grouped.default(
-        x, weights, row_map, row_slot, counts, *tensors, *biases, *function, wide, out
+        x, weights, row_map, row_slot, counts, *tensors, *biases, *function, wide, e4m3, out
     )
 
 
@@ -92,12 +93,12 @@ def _compute(
     kernel: str | None = None,
 ) -> None:
     op = "fused_mxfp4_moe"
-    layouts = (LAYOUT, ALL_SCALES)
+    layouts = (LAYOUT, ALL_SCALES, E4M3)
     require(
         weight_layout in layouts,
         op,
         "weight_layout",
-        f"'{LAYOUT}' or '{ALL_SCALES}' on a CUDA device",
+        f"'{LAYOUT}', '{ALL_SCALES}' or '{E4M3}' on a CUDA device",
         f"'{weight_layout}'",
     )
     capability = torch.cuda.get_device_capability(hidden_states.device)
@@ -157,6 +158,8 @@ def _compute(
                 *batch, *tensors, *biases, routes, *function, batch_invariant, all_scales, result[part]
             )
         else:
-            _grouped(*batch, tensors, biases, routes, function, plan.kernel == "wide", result[part])
+            wide = plan.kernel == "wide"
+            e4m3 = wide and weight_layout == E4M3
+            _grouped(*batch, tensors, biases, routes, function, wide, e4m3, result[part])
     if result is not out:
         out.copy_(result)

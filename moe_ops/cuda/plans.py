@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from moe_ops._version import __version__
-from moe_ops.cuda.prepare import LAYOUT
+from moe_ops.cuda.prepare import E4M3, LAYOUT
 
 KERNELS = ("decode", "narrow", "wide", "unpacked")
 # Of one decode launch, as in sm90_decode.cu: slots, experts, slots times blocks of a matrix, and what surely fits in
@@ -78,7 +78,7 @@ class Geometry:
 
 def grouped_serves(weight_layout: str, dtype: torch.dtype) -> bool:
     """The grouped kernels have bfloat16 operands, which weights become by one multiplication."""
-    return weight_layout == LAYOUT and dtype == torch.bfloat16
+    return weight_layout in (LAYOUT, E4M3) and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from moe_ops._errors import require
 from moe_ops.cuda import plans
-from moe_ops.cuda.prepare import ALL_SCALES, LAYOUT
+from moe_ops.cuda.prepare import ALL_SCALES, E4M3, LAYOUT
 
 SEED = 1234
 REPLAYS = 7
@@ -19,7 +19,11 @@ def geometry_of(arguments: dict[str, Any], top_k: int, dtype: torch.dtype = torc
     """arguments: of PreparedExperts.arguments(); dtype: of the rows."""
     layout = arguments["weight_layout"]
     require(
-        layout in (LAYOUT, ALL_SCALES), "geometry_of", "weight_layout", f"'{LAYOUT}' or '{ALL_SCALES}'", f"'{layout}'"
+        layout in (LAYOUT, ALL_SCALES, E4M3),
+        "geometry_of",
+        "weight_layout",
+        f"'{LAYOUT}', '{ALL_SCALES}' or '{E4M3}'",
+        f"'{layout}'",
     )
     w13, w2 = arguments["w13"], arguments["w2"]
     grouped = plans.grouped_serves(layout, dtype)
@@ -69,6 +73,10 @@ def autotune(
     """Race the kernels on the capacities that hold `token_counts`, with fixed inputs; capacity -> kernel. The result is
     used from now on by every layer of the geometry, and kept in `plans.cache_file()`."""
     from moe_ops.cuda._fused_mxfp4_moe_sm90 import run_kernel
+
+    # Which kernel rounds activations is part of what "sm90_v1_e4m3" promises, not of what is fastest.
+    layout = arguments["weight_layout"]
+    require(layout != E4M3, "autotune", "weight_layout", f"'{LAYOUT}' or '{ALL_SCALES}'", f"'{layout}'")
 
     geometry, device = geometry_of(arguments, top_k, dtype), arguments["w13"].device
     kind = plans.device_kind(device.index or 0)

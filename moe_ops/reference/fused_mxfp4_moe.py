@@ -5,6 +5,8 @@ Everything is float32 from the exact weights to the sum in slot order, which is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
@@ -50,8 +52,11 @@ def moe_float32(
     swiglu_alpha: float | None = None,
     expert_map: torch.Tensor | None = None,
     select_zero_weights: bool = True,
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The float32 sum before rounding, differentiable in hidden_states and topk_weights."""
+    """The float32 sum before rounding, differentiable in hidden_states and topk_weights.
+
+    rounded: what kernels of lower precision do to the rows of both matrices."""
     activation, limit, alpha = resolve_activation("fused_mxfp4_moe", activation, swiglu_limit, swiglu_alpha)
     num_tokens, hidden_size = hidden_states.shape
     num_experts = w13.shape[0]
@@ -61,6 +66,8 @@ def moe_float32(
         ids = local_ids(topk_ids, None, None, expert_map)
         ids = torch.where(ids < num_experts, ids, -1)
     x = hidden_states.to(torch.float32)
+    if rounded is not None:
+        x = rounded(x)
     weights = topk_weights.to(torch.float32)
     top_k = ids.shape[1]
     contributions = [torch.zeros(num_tokens, hidden_size, dtype=torch.float32, device=x.device) for _ in range(top_k)]
@@ -78,6 +85,8 @@ def moe_float32(
             if w13_bias is not None:
                 rows = rows + w13_bias[expert].to(torch.float32)
             hidden = swiglu(*split_gate_up(rows, w13_layout), activation, limit, alpha)  # [n, I]
+            if rounded is not None:
+                hidden = rounded(hidden)
             y = hidden @ down.t()  # [n, H]
             if w2_bias is not None:
                 y = y + w2_bias[expert].to(torch.float32)

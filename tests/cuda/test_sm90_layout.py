@@ -125,7 +125,9 @@ def test_all_scales_are_packed_where_the_layout_says_so():
         assert torch.equal(unpack_scales(packed[1][expert].flatten(1), 96), kept[1][expert][order])
         assert torch.equal(unpack_scales(packed[3][expert].flatten(1), 64), kept[3][expert])
     assert PREPARED_LAYOUTS[ALL_SCALES].geometry("op", 96, *packed) == (3, 64)
-    with pytest.raises(ValueError, match="weight_layout must be 'sm90_v1' or 'sm90_v1_all_scales', got 'x86_v1'"):
+    with pytest.raises(
+        ValueError, match="weight_layout must be 'sm90_v1', 'sm90_v1_all_scales' or 'sm90_v1_e4m3', got 'x86_v1'"
+    ):
         prepare_sm90(*experts(), w13_layout="gate_up", weight_layout="x86_v1")
 
 

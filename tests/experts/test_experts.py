@@ -135,7 +135,9 @@ def test_wrong_layouts_are_refused():
         moe_ops.fused_mxfp4_moe(x, ids, routing, **{**packed, "weight_layout": "x86_v0"})
     with pytest.raises(ValueError, match="w2_scale must be a contiguous"):
         moe_ops.fused_mxfp4_moe(x, ids, routing, **{**packed, "w2_scale": packed["w13_scale"]})
-    with pytest.raises(ValueError, match="prepare: layout must be 'x86_v1' or 'sm90_v1', got 'sm90_v0'"):
+    with pytest.raises(
+        ValueError, match="prepare: layout must be 'x86_v1', 'sm90_v1' or 'sm90_v1_e4m3', got 'sm90_v0'"
+    ):
         make().prepare("sm90_v0")
 
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -123,17 +124,18 @@ int most_tokens(bool wide, int64_t num_slots, int64_t num_experts) {
   return num_slots <= 52 * num_experts ? sm90::kNarrowTokens : sm90::kMiddleTokens;
 }
 
-// row_map, row_slot and tokens_per_expert: of the permutation map.
+// row_map, row_slot and tokens_per_expert: of the permutation map. e4m3: activations are rounded to it; `wide` is not
+// looked at then.
 void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const Tensor& row_map,
                   const Tensor& row_slot, const Tensor& tokens_per_expert, const Tensor& w13, const Tensor& w13_scale,
                   const Tensor& w2, const Tensor& w2_scale, std::optional<Tensor> w13_bias,
                   std::optional<Tensor> w2_bias, std::vector<int64_t> row_places, bool oai, double limit, double alpha,
-                  bool wide, Tensor out) {
+                  bool wide, bool e4m3, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
   cudaStream_t stream = current_stream(hidden_states);
   const int sms = device_traits(hidden_states).multiprocessors;
   const int64_t num_slots = row_slot.numel(), num_experts = tokens_per_expert.numel();
-  const int most = most_tokens(wide, num_slots, num_experts);
+  const int most = e4m3 ? sm90::kE4m3Tokens : most_tokens(wide, num_slots, num_experts);
   const int64_t capacity = num_slots / most + (num_slots < num_experts ? num_slots : num_experts);
   Tensor tiles = torch::stable::new_empty(row_slot, {4 * capacity + 4}, ScalarType::Int);
   int* tile_words = static_cast<int*>(tiles.data_ptr());
@@ -141,9 +143,15 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
   STD_CUDA_CHECK(sm90::list_tiles(static_cast<const int*>(tokens_per_expert.const_data_ptr()),
                                   static_cast<int>(num_experts), most, tile_words, num_tiles, stream));
   const int intermediate = static_cast<int>(w13.size(1) * 8), hidden_size = static_cast<int>(hidden_states.size(1));
-  const int64_t hidden_blocks = (intermediate + 63) / 64;
-  Tensor hidden = torch::stable::new_empty(hidden_states, {hidden_blocks, num_slots, 64}, ScalarType::BFloat16);
-  Tensor rows = torch::stable::new_empty(hidden_states, {num_slots, hidden_size}, ScalarType::Float);
+  const int64_t hidden_blocks = (intermediate + 63) / 64, num_tokens = hidden_states.size(0);
+  Tensor hidden = torch::stable::new_empty(hidden_states, {num_slots * (e4m3 ? intermediate : hidden_blocks * 64)},
+                                           ScalarType::BFloat16);
+  Tensor rows = torch::stable::new_empty(hidden_states, {num_slots, hidden_size},
+                                         e4m3 ? ScalarType::BFloat16 : ScalarType::Float);
+  // One matrix's activations after the other's.
+  const int64_t quantized_bytes = std::max(num_tokens * hidden_size, num_slots * intermediate);
+  Tensor quantized = torch::stable::new_empty(hidden_states, {e4m3 ? quantized_bytes : 0}, ScalarType::Byte);
+  Tensor row_scale = torch::stable::new_empty(hidden_states, {e4m3 ? num_slots : 0}, ScalarType::Float);
   sm90::GroupedMatmul m{};
   m.first = true;
   m.num_rows = num_slots;
@@ -165,20 +173,40 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
   m.limit = static_cast<float>(limit);
   m.alpha = static_cast<float>(alpha);
   m.output = hidden.data_ptr();
-  STD_CUDA_CHECK(sm90::grouped(m, most, sms, stream));
+  const auto multiply = [&](int64_t num_rows, const int* row_map) {
+    if (!e4m3) {
+      STD_CUDA_CHECK(sm90::grouped(m, most, sms, stream));
+      return;
+    }
+    float* scale = static_cast<float*>(row_scale.data_ptr());
+    STD_CUDA_CHECK(sm90::quantize_rows(m.activations, m.activations_stride, num_rows, m.k, row_map, m.top_k,
+                                       quantized.data_ptr(), scale, stream));
+    m.activations = quantized.const_data_ptr();
+    STD_CUDA_CHECK(sm90::grouped_e4m3(m, scale, sms, stream));
+  };
+  multiply(num_tokens, static_cast<const int*>(row_map.const_data_ptr()));
   m.first = false;
   m.activations = hidden.const_data_ptr();
+  m.activations_stride = intermediate;
   m.codes = static_cast<const uint8_t*>(w2.const_data_ptr());
   m.scales = static_cast<const uint8_t*>(w2_scale.const_data_ptr());
   m.bias = float_or_null(w2_bias);
   m.k = intermediate;
   m.rows_out = hidden_size;
   m.output = rows.data_ptr();
-  STD_CUDA_CHECK(sm90::grouped(m, most, sms, stream));
-  STD_CUDA_CHECK(
-      sm90::combine(static_cast<const float*>(rows.const_data_ptr()), static_cast<const int*>(row_map.const_data_ptr()),
-                    static_cast<const float*>(topk_weights.const_data_ptr()), static_cast<int>(row_map.size(0)),
-                    m.top_k, hidden_size, num_slots, out.data_ptr(), out_type(out), stream));
+  multiply(num_slots, nullptr);
+  STD_CUDA_CHECK(sm90::combine(rows.const_data_ptr(), e4m3, static_cast<const int*>(row_map.const_data_ptr()),
+                               static_cast<const float*>(topk_weights.const_data_ptr()),
+                               static_cast<int>(row_map.size(0)), m.top_k, hidden_size, num_slots, out.data_ptr(),
+                               out_type(out), stream));
+}
+
+// rows [R, width] bf16 -> quantized [R, width] and scale [R], as operands of the kernels.
+void sm90_quantize_rows(const Tensor& rows, Tensor quantized, Tensor scale) {
+  const torch::stable::accelerator::DeviceGuard guard(rows.get_device_index());
+  STD_CUDA_CHECK(sm90::quantize_rows(rows.const_data_ptr(), rows.stride(0), rows.size(0),
+                                     static_cast<int>(rows.size(1)), nullptr, 0, quantized.data_ptr(),
+                                     static_cast<float*>(scale.data_ptr()), current_stream(rows)));
 }
 
 }  // namespace
@@ -187,4 +215,5 @@ void sm90_grouped(const Tensor& hidden_states, const Tensor& topk_weights, const
 STABLE_TORCH_LIBRARY_IMPL(moe_ops, CUDA, m) {
   m.impl("_sm90_decode", TORCH_BOX(&moe_ops::cuda::sm90_decode));
   m.impl("_sm90_grouped", TORCH_BOX(&moe_ops::cuda::sm90_grouped));
+  m.impl("_sm90_quantize_rows", TORCH_BOX(&moe_ops::cuda::sm90_quantize_rows));
 }

@@ -71,8 +71,20 @@ struct GroupedMatmul {
 cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles, int* num_tiles, cudaStream_t stream);
 // output [num_tokens, width] = sums over k of weights * rows [num_rows, width], in order; row_map and weights are
 // [num_tokens, top_k].
-cudaError_t combine(const float* rows, const int* row_map, const float* weights, int num_tokens, int top_k, int width,
-                    int64_t num_rows, void* output, OutType type, cudaStream_t stream);
+// `rows_are_bf16`: else float32.
+cudaError_t combine(const void* rows, bool rows_are_bf16, const int* row_map, const float* weights, int num_tokens,
+                    int top_k, int width, int64_t num_rows, void* output, OutType type, cudaStream_t stream);
 cudaError_t grouped(const GroupedMatmul& matmul, int most, int num_sms, cudaStream_t stream);
+
+// The same over e4m3 activations, whose rows quantize_rows makes: `activations` is e4m3 [.., k], with scale exponents
+// by sorted row; both matrices write bf16, [num_rows, intermediate_size] and [num_rows, hidden_size]. Of a row of
+// weights no scale code is more than kE4m3Below under or kE4m3Above over its first one.
+constexpr int kE4m3Below = 8, kE4m3Above = 6;
+constexpr int kE4m3Tokens = 152;  // most tokens of a tile
+cudaError_t grouped_e4m3(const GroupedMatmul& matmul, const float* row_scale, int num_sms, cudaStream_t stream);
+// bf16 rows of `width` (a multiple of 32) -> e4m3 rows in the kernels' order of k, and their scales: to scale[row] or,
+// where row_map [num_rows, top_k] is given, to scale[row_map[row][i]] for each that is a row.
+cudaError_t quantize_rows(const void* rows, int64_t stride, int64_t num_rows, int width, const int* row_map, int top_k,
+                          void* quantized, float* scale, cudaStream_t stream);
 
 }  // namespace moe_ops::sm90

@@ -95,15 +95,8 @@ cudaError_t list_tiles(const int* counts, int num_experts, int most, void* tiles
 }
 
 cudaError_t grouped(const GroupedMatmul& m, int most, int num_sms, cudaStream_t stream) {
-  Params p{};
-  p.m = m;
-  p.full_blocks = m.k / 128, p.tail_words = m.k % 128 / 32;
-  p.blocks = p.full_blocks + (p.tail_words > 0);
-  p.strips = m.rows_out / 16;
+  Params p = params_of(m);
   p.row_tiles = (p.strips + kStrips - 1) / kStrips;
-  p.strip_codes = m.k * 8, p.strip_scales = m.k / 2;
-  p.expert_codes = static_cast<int64_t>(p.strip_codes) * p.strips;
-  p.expert_scales = static_cast<int64_t>(p.strip_scales) * p.strips;
   if (most == kNarrowTokens) return launch<Narrow>(p, num_sms, stream);
   if (most == kMiddleTokens) return launch<Middle>(p, num_sms, stream);
   return launch<Wide>(p, num_sms, stream);

@@ -18,6 +18,18 @@ struct Params {
   int strip_codes, strip_scales;
 };
 
+inline Params params_of(const GroupedMatmul& m) {
+  Params p{};
+  p.m = m;
+  p.full_blocks = m.k / 128, p.tail_words = m.k % 128 / 32;
+  p.blocks = p.full_blocks + (p.tail_words > 0);
+  p.strips = m.rows_out / 16;
+  p.strip_codes = m.k * 8, p.strip_scales = m.k / 2;
+  p.expert_codes = static_cast<int64_t>(p.strip_codes) * p.strips;
+  p.expert_scales = static_cast<int64_t>(p.strip_scales) * p.strips;
+  return p;
+}
+
 // kGroups warpgroups compute kParts times 64 weight rows each, for up to kTokens tokens; one more fetches.
 template <int kGroups_, int kParts_, int kTokens_, int kRegisters_, int kFetchRegisters_>
 struct Config {

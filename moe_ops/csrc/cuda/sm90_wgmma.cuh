@@ -1,5 +1,6 @@
-// wgmma with weights in registers (64 rows) and tokens in shared memory (N, a multiple of 8), bf16 in, float32 out.
-// The number of accumulators is part of the instruction; they are the first N / 2 of `d`.
+// wgmma with weights in registers (64 rows) and tokens in shared memory (N, a multiple of 8), float32 out. Wgmma: 16 k
+// of bf16; WgmmaE4m3: 32 k of e4m3. The number of accumulators is part of the instruction; they are the first N / 2 of
+// `d`.
 #pragma once
 
 #include "sm90_common.cuh"
@@ -15,6 +16,8 @@ MOE_OPS_DEVICE void wgmma_wait() {
 
 template <int kTokens>
 struct Wgmma;
+template <int kTokens>
+struct WgmmaE4m3;
 
 // Operand lists for 1, 2, ... groups of 8 tokens.
 #define MOE_OPS_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -63,6 +66,15 @@ struct Wgmma;
     static MOE_OPS_DEVICE void run(float* d, const uint32_t (&a)[4], uint64_t b) {                     \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32.bf16.bf16 {" MOE_OPS_R##GROUPS \
                    "}, {" A "}, " B ", 1, 1, 1, 0;"                                                    \
+                   : MOE_OPS_D##GROUPS                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                              \
+    }                                                                                                  \
+  };                                                                                                   \
+  template <>                                                                                          \
+  struct WgmmaE4m3<TOKENS> {                                                                           \
+    static MOE_OPS_DEVICE void run(float* d, const uint32_t (&a)[4], uint64_t b) {                     \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #TOKENS "k32.f32.e4m3.e4m3 {" MOE_OPS_R##GROUPS \
+                   "}, {" A "}, " B ", 1, 1, 1;"                                                       \
                    : MOE_OPS_D##GROUPS                                                                 \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                              \
     }                                                                                                  \
