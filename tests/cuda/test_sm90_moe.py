@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import moe_ops
 from moe_ops import reference
@@ -298,3 +299,53 @@ def test_a_large_batch_in_chunks(monkeypatch):
     actual, expected = both(weights, batch(1000, 96, 8, 4), w13_layout="gate_up")
     plans.cached_plan.cache_clear()
     assert relative(actual, expected) < 4e-3
+
+
+@pytest.mark.parametrize("num_tokens", [3, 100])
+def test_compiled_with_cuda_graphs(num_tokens):
+    """What the kernels keep between calls is not memory of the graphs' pool, which torch.compile would refuse."""
+    weights, options = layer(640, 352, 8, bias=True)
+    module = moe_ops.FusedMxfp4Experts(Mxfp4Experts(*weights, w13_layout="gate_up", **options)).prepare()
+    assert module.weight_layout == LAYOUT
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    with torch.no_grad():
+        for seed in range(4):
+            inputs = batch(num_tokens, 640, 8, 4, seed=seed)
+            assert torch.equal(compiled(*inputs), module(*inputs))
+    assert not {name: n for name, n in counters["inductor"].items() if "cudagraph_skips" in name}
+
+
+def test_graphs_come_and_go():
+    weights, _ = layer(96, 64, 4)
+    packed = prepare_sm90(*weights, w13_layout="gate_up")
+    inputs = batch(3, 96, 4, 2)
+
+    def run():
+        return moe_ops.fused_mxfp4_moe(*inputs, *packed, w13_layout="gate_up", weight_layout=LAYOUT)
+
+    expected = run()
+    for _ in range(3):  # more graphs at a time than sets of counters are made at once
+        graphs = [torch.cuda.CUDAGraph() for _ in range(70)]
+        outs = []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                outs.append(run())
+        for graph in graphs:
+            graph.replay()
+            graph.replay()
+        assert all(torch.equal(out, expected) for out in outs)
+        del graph, graphs, outs
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("num_tokens", [3, 100])
+def test_a_second_device(num_tokens):
+    weights, _ = layer(640, 352, 8)
+    inputs = batch(num_tokens, 640, 8, 4)
+    packed = prepare_sm90(*(tensor.clone() for tensor in weights), w13_layout="gate_up")
+    expected = moe_ops.fused_mxfp4_moe(*inputs, *packed, w13_layout="gate_up", weight_layout=LAYOUT)
+    there = prepare_sm90(*(tensor.to("cuda:1") for tensor in weights), w13_layout="gate_up")
+    moved = [tensor.to("cuda:1") for tensor in inputs]  # the first device stays the current one
+    actual = moe_ops.fused_mxfp4_moe(*moved, *there, w13_layout="gate_up", weight_layout=LAYOUT)
+    assert torch.equal(actual.to("cuda:0"), expected)

@@ -6,47 +6,17 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
-#include <tuple>
 #include <vector>
 
 #include "launch.h"
+#include "sm90_counters.h"
 
 namespace moe_ops::cuda {
 namespace {
 
 using torch::headeronly::ScalarType;
-
-// Words that are zero between calls. Calls that may run at the same time need their own: one set per stream, and for
-// captured calls one per graph and stream, zeroed by the graph itself whenever it is replayed.
-unsigned* counters(const Tensor& on, cudaStream_t stream) {
-  struct Entry {
-    unsigned long long capture;
-    Tensor words;
-  };
-  static std::mutex mutex;
-  // Never destroyed: tensors must not outlive the allocator at exit.
-  static auto& entries = *new std::map<std::pair<int, cudaStream_t>, Entry>;
-  static auto& captured = *new std::map<std::pair<int, cudaStream_t>, Entry>;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0;
-  STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-  const std::lock_guard<std::mutex> lock(mutex);
-  const bool capturing = status == cudaStreamCaptureStatusActive;
-  auto& table = capturing ? captured : entries;
-  const std::pair<int, cudaStream_t> key{on.get_device_index(), stream};
-  const auto found = table.find(key);
-  if (found != table.end() && (!capturing || found->second.capture == capture))
-    return static_cast<unsigned*>(found->second.words.data_ptr());
-  Tensor words = torch::stable::new_empty(on, {sm90::kDecodeCounters}, ScalarType::Int);
-  STD_CUDA_CHECK(cudaMemsetAsync(words.data_ptr(), 0, sm90::kDecodeCounters * sizeof(unsigned), stream));
-  unsigned* result = static_cast<unsigned*>(words.data_ptr());
-  table.insert_or_assign(key, Entry{capture, words});
-  return result;
-}
 
 const float* float_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
@@ -114,7 +84,8 @@ void sm90_decode(const Tensor& hidden_states, const Tensor& topk_ids, const Tens
   cudaStream_t stream = current_stream(hidden_states);
   const int64_t words = static_cast<int64_t>(sm90::decode_scratch_words(q));
   Tensor sums = torch::stable::new_empty(hidden_states, {words}, ScalarType::Float);
-  const sm90::DecodeScratch scratch{sums.data_ptr(), counters(hidden_states, stream), one_order, all_scales};
+  const sm90::DecodeScratch scratch{sums.data_ptr(), sm90::decode_counters(hidden_states.get_device_index(), stream),
+                                    one_order, all_scales};
   STD_CUDA_CHECK(sm90::decode(q, scratch, device_traits(hidden_states).multiprocessors, stream));
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <mutex>
 
 namespace moe_ops::cuda {
 
@@ -26,20 +27,24 @@ struct DeviceTraits {
   bool hopper = false;   // compute capability 9.0 or later: bulk copies, dependent launch
 };
 
+inline DeviceTraits read_device_traits(int device) {
+  DeviceTraits traits;
+  int major = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&traits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&traits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  traits.hopper = major >= 9;
+  return traits;
+}
+
 inline DeviceTraits device_traits(const Tensor& tensor) {
   constexpr int kMaxDevices = 64;
   static DeviceTraits cache[kMaxDevices];
+  static std::once_flag once[kMaxDevices];
   const int device = tensor.get_device_index();
-  DeviceTraits traits = device < kMaxDevices ? cache[device] : DeviceTraits{};
-  if (traits.multiprocessors == 0) {
-    int major = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&traits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&traits.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    traits.hopper = major >= 9;
-    if (device < kMaxDevices) cache[device] = traits;
-  }
-  return traits;
+  if (device >= kMaxDevices) return read_device_traits(device);
+  std::call_once(once[device], [&] { cache[device] = read_device_traits(device); });
+  return cache[device];
 }
 
 struct LaunchShape {

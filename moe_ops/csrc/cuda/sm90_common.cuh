@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "fused_mxfp4_moe_sm90.h"
@@ -148,6 +149,19 @@ MOE_OPS_DEVICE void store_output(void* output, OutType type, int64_t index, floa
     __half2 pair[2] = {__floats2half2_rn(v.x, v.y), __floats2half2_rn(v.z, v.w)};
     *reinterpret_cast<uint2*>(static_cast<__half*>(output) + index) = *reinterpret_cast<uint2*>(pair);
   }
+}
+
+// Host: a kernel may have `bytes` of shared memory on the current device. Asked for once per kernel and device.
+template <auto kKernel>
+cudaError_t allow_shared(int bytes) {
+  constexpr int kDevices = 64;
+  static std::atomic<bool> allowed[kDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || (device < kDevices && allowed[device])) return error;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && device < kDevices) allowed[device] = true;
+  return error;
 }
 
 }  // namespace moe_ops::sm90

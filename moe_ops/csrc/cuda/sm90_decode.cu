@@ -219,10 +219,9 @@ size_t decode_scratch_words(const Problem& q) {
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream) {
   if (!decode_supports(problem)) return cudaErrorInvalidValue;
   const auto kernel = scratch.all_scales ? decode_kernel<true> : decode_kernel<false>;
-  static const cudaError_t prepared[2] = {
-      cudaFuncSetAttribute(decode_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit),
-      cudaFuncSetAttribute(decode_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedLimit)};
-  if (prepared[scratch.all_scales] != cudaSuccess) return prepared[scratch.all_scales];
+  const cudaError_t allowed = scratch.all_scales ? allow_shared<decode_kernel<true>>(kSharedLimit)
+                                                 : allow_shared<decode_kernel<false>>(kSharedLimit);
+  if (allowed != cudaSuccess) return allowed;
   const Plan pl = plan(problem);
   const int64_t slots = static_cast<int64_t>(problem.num_tokens) * problem.top_k;
   float* gate_up = static_cast<float*>(scratch.words);

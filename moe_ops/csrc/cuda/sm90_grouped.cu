@@ -75,9 +75,8 @@ __global__ void __launch_bounds__(1024)
 
 template <class C, bool kFirst>
 cudaError_t launch_one(const Params& p, int num_sms, cudaStream_t stream) {
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(grouped_kernel<C, kFirst>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
-  if (prepared != cudaSuccess) return prepared;
+  const cudaError_t allowed = allow_shared<grouped_kernel<C, kFirst>>(C::kShared);
+  if (allowed != cudaSuccess) return allowed;
   grouped_kernel<C, kFirst><<<num_sms, C::kThreads, C::kShared, stream>>>(p);
   return cudaGetLastError();
 }
