@@ -56,13 +56,12 @@ struct BlockArguments {
   int32_t num_tokens;
   int32_t top_k;
   int32_t lane_bits;
-  bool reuse;
 };
 
 // -1 where the expert is foreign, or none.
 template <typename Arguments>
-__device__ __forceinline__ int32_t local_id(const Arguments& a, int64_t id) {
-  if (a.expert_map != nullptr) {
+__device__ __forceinline__ int32_t local_id(const Arguments& a, bool by_map, int64_t id) {
+  if (by_map) {
     const bool known = id >= 0 && id < a.expert_map_size;
     const int32_t mapped = known ? a.expert_map[id] : -1;
     return mapped >= 0 ? mapped : -1;
@@ -88,8 +87,8 @@ struct alignas(kSlots * sizeof(T) < 16 ? kSlots * sizeof(T) : 16) Slots {
 };
 
 // The whole batch in one block: kItems rows of a lane, kSlots neighbouring slots of each. With several slots, rows are
-// contiguous and aligned.
-template <typename Id, int kItems, int kSlots>
+// contiguous and aligned. Code that is not there need not be fetched: hence kByMap and kReuse.
+template <typename Id, int kItems, int kSlots, bool kByMap, bool kReuse>
 __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
   __shared__ int32_t shared[kMaxWarps];
   release_successor();
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
     minimum[i] = kNone;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-      local[i].of[j] = inside[i] ? local_id(a, static_cast<int64_t>(ids[i].of[j])) : -1;
+      local[i].of[j] = inside[i] ? local_id(a, kByMap, static_cast<int64_t>(ids[i].of[j])) : -1;
       if (local[i].of[j] >= 0) {
         minimum[i] = min(minimum[i], local[i].of[j]);
       } else {
@@ -128,9 +127,9 @@ __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
     if (inside[i]) *reinterpret_cast<Slots<kSlots, float>*>(a.local_weights + at) = weights[i];
   }
   int32_t filler = -1;
-  if (a.reuse) {
+  if constexpr (kReuse) {
     smallest = __reduce_min_sync(kAllLanes, smallest);
-    if (lane == 0) shared[threadIdx.x / kWarp] = smallest;
+    if (blockDim.x > kWarp && lane == 0) shared[threadIdx.x / kWarp] = smallest;
 #pragma unroll 1
     for (int step = (1 << a.lane_bits) / 2; step > 0; step /= 2) {
 #pragma unroll
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int32_t fill = a.reuse && minimum[i] != kNone ? minimum[i] : filler;
+    const int32_t fill = kReuse && minimum[i] != kNone ? minimum[i] : filler;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) local[i].of[j] = local[i].of[j] >= 0 ? local[i].of[j] : fill;
     const int at = (first + i * rows) * a.top_k + k;
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) remap_rows(RemapArguments a) {
 #pragma unroll 1
   for (int k = lane; inside && k < a.top_k; k += kWarp) {
     const float weight = weights[k * a.weight_strides[1]];  // in flight beside the id
-    local = local_id(a, static_cast<int64_t>(id[k * a.id_strides[1]]));
+    local = local_id(a, a.expert_map != nullptr, static_cast<int64_t>(id[k * a.id_strides[1]]));
     a.local_weights[token * a.top_k + k] = local >= 0 ? weight : 0.0f;
     if (local >= 0) minimum = min(minimum, local);
     if (kWide) ids[k] = local;
@@ -213,11 +212,15 @@ __global__ void __launch_bounds__(kThreads) fill_rows(RemapArguments a, int64_t 
 }
 
 template <typename Id, int kItems, int kSlots>
-void remap_in_block(BlockArguments a, const Tensor& on) {
+void remap_in_block(BlockArguments a, bool reuse, const Tensor& on) {
   const int64_t lanes = (static_cast<int64_t>(a.num_tokens) << a.lane_bits);
   LaunchShape shape;
   shape.threads = static_cast<int>(((lanes + kItems - 1) / kItems + kWarp - 1) / kWarp * kWarp);
-  launch(remap_block<Id, kItems, kSlots>, shape, on, a);
+  const auto kernel =
+      a.expert_map == nullptr
+          ? (reuse ? remap_block<Id, kItems, kSlots, false, true> : remap_block<Id, kItems, kSlots, false, false>)
+          : (reuse ? remap_block<Id, kItems, kSlots, true, true> : remap_block<Id, kItems, kSlots, true, false>);
+  launch(kernel, shape, on, a);
 }
 
 // Whether one block did the work.
@@ -243,18 +246,17 @@ bool remap_small(const RemapArguments& a, const Tensor& on) {
   b.num_tokens = static_cast<int32_t>(a.num_tokens);
   b.top_k = a.top_k;
   b.lane_bits = a.lane_bits;
-  b.reuse = a.reuse;
   const auto packed = [&](const void* at, const int64_t* strides) {
     return reinterpret_cast<uintptr_t>(at) % 16 == 0 && strides[0] == a.top_k && strides[1] == 1;
   };
   if (a.top_k % kSlots == 0 && a.top_k == 1 << a.lane_bits && packed(a.topk_ids, a.id_strides) &&
       packed(a.topk_weights, a.weight_strides)) {
     b.lane_bits -= 2;
-    remap_in_block<Id, 1, kSlots>(b, on);
+    remap_in_block<Id, 1, kSlots>(b, a.reuse, on);
   } else if (a.num_tokens << a.lane_bits <= kThreads) {
-    remap_in_block<Id, 1, 1>(b, on);
+    remap_in_block<Id, 1, 1>(b, a.reuse, on);
   } else {
-    remap_in_block<Id, kItems, 1>(b, on);
+    remap_in_block<Id, kItems, 1>(b, a.reuse, on);
   }
   return true;
 }

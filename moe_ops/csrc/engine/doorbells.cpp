@@ -110,7 +110,6 @@ void end_of_process() {
 
 Watch* make_watch() {
   pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  std::atexit(end_of_process);
   return new Watch;
 }
 
@@ -124,8 +123,12 @@ Watch& watch() {
 void when_rung(const Doorbell& bell) {
   Watch& w = watch();
   const std::lock_guard<std::mutex> lock(w.mutex);
-  if (!w.started) std::thread(look).detach();
-  w.started = true;
+  if (!w.started) {
+    // Here, where the device's runtime has already been set up, so that its end comes after ours.
+    std::atexit(end_of_process);
+    std::thread(look).detach();
+    w.started = true;
+  }
   w.fresh.push_back(bell);
   w.given.notify_one();
 }

@@ -13,6 +13,7 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kMostKept = size_t{256} << 20;
+constexpr size_t kMostBlocks = 64;
 
 void* allocate(size_t bytes) {
   const size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
@@ -22,7 +23,14 @@ void* allocate(size_t bytes) {
   return p;
 }
 
-// Blocks of finished calls.
+// Calls of about the same size, whose routing differs, ask for the same.
+size_t rounded(size_t bytes) {
+  size_t step = kAlignment;
+  while (step * 16 <= bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+// Blocks of finished calls, the last ones at the end: a call of a new size takes the place of old ones.
 struct Kept {
   std::mutex mutex;
   std::vector<std::pair<void*, size_t>> blocks;
@@ -37,7 +45,7 @@ Kept& kept() {
 }  // namespace
 
 void* Arena::take_bytes(size_t bytes) {
-  bytes = std::max<size_t>(bytes, kAlignment);
+  bytes = rounded(std::max<size_t>(bytes, kAlignment));
   Kept& pool = kept();
   // A lock that a forked child inherits held is not waited for.
   if (std::unique_lock<std::mutex> lock(pool.mutex, std::try_to_lock); lock) {
@@ -61,14 +69,20 @@ void* Arena::take_bytes(size_t bytes) {
 Arena::~Arena() {
   Kept& pool = kept();
   std::unique_lock<std::mutex> lock(pool.mutex, std::try_to_lock);
-  for (const auto& block : blocks_) {
-    if (lock && pool.total + block.second <= kMostKept && pool.blocks.size() < 64) {
-      pool.blocks.push_back(block);
-      pool.total += block.second;
-    } else {
-      std::free(block.first);
-    }
+  if (!lock) {
+    for (const auto& block : blocks_) std::free(block.first);
+    return;
   }
+  for (const auto& block : blocks_) {
+    pool.blocks.push_back(block);
+    pool.total += block.second;
+  }
+  size_t old = 0;
+  for (; pool.total > kMostKept || pool.blocks.size() - old > kMostBlocks; ++old) {
+    std::free(pool.blocks[old].first);
+    pool.total -= pool.blocks[old].second;
+  }
+  pool.blocks.erase(pool.blocks.begin(), pool.blocks.begin() + static_cast<std::ptrdiff_t>(old));
 }
 
 ThreadBuffer::~ThreadBuffer() { std::free(data_); }
