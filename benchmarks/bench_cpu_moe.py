@@ -26,7 +26,7 @@ ops = torch.ops.moe_ops
 
 # hidden size, intermediate size, experts, top-k
 SHAPE = (2048, 1024, 16, 8)
-TOKENS = (1, 16, 64, 256)
+TOKENS = (1, 16, 64, 96, 256)
 # Length of the device part relative to the CPU experts.
 RATIOS = (0.5, 1.0, 2.0)
 

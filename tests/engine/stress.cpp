@@ -327,6 +327,7 @@ void stream_worker(Model model, unsigned seed, Clock::time_point end) {
         });
         if (!minted) stream.push([&] { moe_ops_submit_call_run(layer.submit); });
         if (by_words) {
+          CHECK(moe_ops_watch_words(), "%s", moe_ops_last_error());
           moe_ops_call_when_rung(layer.submit, &layer.staged, nullptr);
           moe_ops_call_when_rung(layer.sync, &layer.asked, &layer.answered);
         }

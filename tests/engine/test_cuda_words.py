@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +99,27 @@ def test_calls_that_wait_do_not_hold_up_others():
             assert not side.query()
         side.synchronize()
         assert_same(late, wanted)
+
+
+def processor_seconds() -> float:
+    """Of the threads of the engines and of the one that looks at words."""
+    ticks = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("moe-"):
+            fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_nothing_runs_between_calls():
+    with new_engine() as engine:
+        layer = add_layer(engine, "layer", seed=0).cuda()
+        batch = [tensor.cuda() for tensor in make_batch(5, seed=3)]
+        for _ in range(20):
+            layer.sync(layer.submit(*batch)[0], batch[0])
+        torch.cuda.synchronize()
+        names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+        assert "moe-doorbells" in names
+        before = processor_seconds()
+        time.sleep(4)
+        assert processor_seconds() - before < 0.04

@@ -75,6 +75,10 @@ bool wants_host_functions() {
   return wanted;
 }
 
+void watch_words() {
+  if (!moe_ops_watch_words()) throw std::runtime_error(moe_ops_last_error());
+}
+
 // Frees a call and its slot if anything throws before the host function owns them.
 struct Pending {
   Pending(void* call, Slot* slot, const CapturedGraph* graph) : call(call), slot(slot), graph(graph) {}
@@ -179,6 +183,7 @@ std::tuple<Tensor, Tensor> cpu_moe_submit(const Tensor& hidden_states, const Ten
   }
   const bool by_word = copy.first_ticket && !graph && !wants_host_functions();
   if (by_word) {
+    watch_words();
     *slot->rung() = 0;
     copy.rung = slot->rung();
     copy.arrivals = slot->arrivals;
@@ -256,6 +261,7 @@ Tensor cpu_moe_sync(const Tensor& ticket, const Tensor& device_out, std::optiona
     run_on_stream(moe_ops_sync_call_run, pending.call, stream);
     pending.call = nullptr;
   } else {
+    watch_words();
     *slot->rung() = *slot->answered() = 0;
     slot->tickets()[0] = slot->tickets()[1] = 0;
     // Before the launch, which may itself wait for the kernel (CUDA_LAUNCH_BLOCKING).

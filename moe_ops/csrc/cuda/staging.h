@@ -40,7 +40,7 @@ struct Slot {
   int64_t* words() const { return reinterpret_cast<int64_t*>(memory); }
   int64_t* handle() const { return words(); }
   int64_t* tickets() const { return words() + 1; }  // {ticket, deferred}
-  int64_t* rung() const { return words() + 3; }  // by the device, in calls that have no host function
+  int64_t* rung() const { return words() + 3; }     // by the device, in calls that have no host function
   int64_t* done() const { return words() + 4; }
   int64_t* answered() const { return words() + 5; }
   char* payload() const { return memory + kHeader; }

@@ -104,6 +104,17 @@ void register_locked(Submit& call, std::unique_lock<std::mutex>& lock) noexcept 
   s.done.notify_all();
 }
 
+// Whether a sync of this ticket would not wait: its job has ended, or there is none and will be none.
+bool ended_locked(int64_t ticket) noexcept {
+  State& s = state();
+  if (const Job* job = find_job(ticket)) return job->state == Job::kDone || job->state == Job::kFailed;
+  auto entry = s.announced.upper_bound(ticket & 0xFFFFFFFFFFFF);
+  if ((ticket >> 48) != kTicketMagic || entry == s.announced.begin()) return true;
+  const auto& call = *static_cast<const Submit*>((--entry)->second.call);
+  const bool staged = call.tickets[0] == ticket || call.tickets[1] == ticket;
+  return !staged || call.registered == call.tickets[0];  // its submit has yet to be looked at
+}
+
 // The rows of up to two jobs. Rows that are wrong must show, even if nobody asks for the error: NaN.
 void deliver(const Sync& call) noexcept {
   Taken taken[2];
@@ -314,10 +325,21 @@ void moe_ops_sync_call_run(void* pointer) {
   delete &call;
 }
 
+int64_t moe_ops_watch_words(void) {
+  try {
+    watch_words();
+    return 1;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return 0;
+  }
+}
+
 void moe_ops_call_when_rung(void* pointer, const int64_t* rung, int64_t* answered) {
   const auto ended = [](void* call) {
     const auto& sync = *static_cast<Sync*>(static_cast<Call*>(call));
-    return is_done(sync.tickets[0]) && (sync.tickets[1] == 0 || is_done(sync.tickets[1]));
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    return ended_locked(sync.tickets[0]) && (sync.tickets[1] == 0 || ended_locked(sync.tickets[1]));
   };
   if (static_cast<Call*>(pointer)->kind == Kind::kSubmit)
     when_rung({rung, nullptr, moe_ops_submit_call_run, pointer, answered});

@@ -86,7 +86,9 @@ MOE_OPS_EXPORT void moe_ops_sync_call_run(void* call);
 
 // Instead of a host function, for one-shot calls: a thread of the library runs the call once the device has set *rung,
 // and then sets *answered (may be NULL) for a kernel that waits for it. Both words are 0 before. A sync is run when its
-// job has ended, so that no call waits for another one's. Give a call before the device is told to set its word.
+// job has ended, so that no call waits for another one's. moe_ops_watch_words comes first: 0 where there can be no such
+// thread, and moe_ops_last_error() says why.
+MOE_OPS_EXPORT int64_t moe_ops_watch_words(void);
 MOE_OPS_EXPORT void moe_ops_call_when_rung(void* call, const int64_t* rung, int64_t* answered);
 
 // Frees a one-shot call that never ran. Calls of an arena are freed with it.

@@ -120,15 +120,19 @@ Watch& watch() {
 
 }  // namespace
 
-void when_rung(const Doorbell& bell) {
+void watch_words() {
   Watch& w = watch();
   const std::lock_guard<std::mutex> lock(w.mutex);
-  if (!w.started) {
-    // Here, where the device's runtime has already been set up, so that its end comes after ours.
-    std::atexit(end_of_process);
-    std::thread(look).detach();
-    w.started = true;
-  }
+  if (w.started) return;
+  // Here, where the device's runtime has already been set up, so that its end comes after ours.
+  std::atexit(end_of_process);
+  std::thread(look).detach();
+  w.started = true;
+}
+
+void when_rung(const Doorbell& bell) noexcept {
+  Watch& w = watch();
+  const std::lock_guard<std::mutex> lock(w.mutex);
   w.fresh.push_back(bell);
   w.given.notify_one();
 }

@@ -13,9 +13,12 @@ struct Doorbell {
   int64_t* answered;  // becomes 1 after `run`, may be null
 };
 
-// Runs the call once its word is set. Calls of one stream run in the order in which they are given. To be called before
-// the device is told to set the word.
-void when_rung(const Doorbell& bell);
+// Makes sure that the thread is there; throws where it cannot be. To be called before the device is given work whose
+// end depends on it.
+void watch_words();
+
+// Runs the call once its word is set. Calls of one stream run in the order in which they are given.
+void when_rung(const Doorbell& bell) noexcept;
 
 // Waits until the thread has run every call that does not wait and whose word was set before.
 void settle_rung();
