@@ -66,9 +66,9 @@ class Pool:
 class Job:
     """One finished job of an engine's trace; times are those of `time.monotonic_ns()`.
 
-    submit_ns: the host's part of the submit began, on a stream its host function. queued_ns: the job was in the queue.
-    start_ns, end_ns: it ran. sync_ns: the host's part of its sync began to wait. woken_ns: that wait was over.
-    synced_ns: the sync had the rows. The last three are 0 while no sync has taken the job.
+    submit_ns: the host's part of the submit began, on a stream once its inputs were staged. queued_ns: the job was in
+    the queue. start_ns, end_ns: it ran. sync_ns: the host's part of its sync began to wait. woken_ns: that wait was
+    over. synced_ns: the sync had the rows. The last three are 0 while no sync has taken the job.
     """
 
     name: str

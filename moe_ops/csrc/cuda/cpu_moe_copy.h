@@ -1,6 +1,5 @@
 // Device side of cpu_moe_submit and cpu_moe_sync: kernels that read and write pinned staging memory directly, so that
-// each half of the coupling is one kernel, one host function and one word-sized kernel, whatever the strides and dtypes
-// of the tensors.
+// submit is one kernel and sync one of a few words and one of rows, whatever the strides and dtypes of the tensors.
 #pragma once
 
 #include <cuda_runtime.h>

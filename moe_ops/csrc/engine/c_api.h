@@ -7,6 +7,8 @@
 //   copies] sync:    [ticket tensors -> staging copies]  host function moe_ops_sync_call_run(call)  [staging -> device
 //   copy of output]
 //
+// One-shot calls can do without the driver's host functions: moe_ops_call_when_rung, below.
+//
 // `call` objects are created on the host while the operator runs. They point into staging memory of the caller (pinned,
 // laid out as it likes), which must stay valid until the copies that follow the host function have completed; for a
 // captured graph, as long as the graph. The host functions read and write that memory and nothing else of the caller.
