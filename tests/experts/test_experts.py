@@ -6,14 +6,17 @@ import copy
 import dataclasses
 import json
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import moe_ops
+from moe_ops import _pages
 from moe_ops.experts import Mxfp4Experts, PreparedExperts
 from tests.support import assert_same, make_experts, make_routing, make_rows
 
@@ -281,3 +284,43 @@ def test_peak_memory_is_the_weights_and_one_expert():
     grown, one_expert = (int(word) for word in output.split())
     # The allocator keeps some of what it got back.
     assert grown <= one_expert + 2**22, f"{grown} bytes more than the weights; an expert is {one_expert}"
+
+
+def huge_bytes(tensor: torch.Tensor) -> int:
+    """Of the mappings that hold a tensor: what lies in huge pages."""
+    begin, end, total, inside = tensor.data_ptr(), tensor.data_ptr() + tensor.numel(), 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if "-" in word and not word.endswith(":"):
+            low, high = (int(part, 16) for part in word.split("-"))
+            inside = low < end and begin < high
+        elif inside and word == "AnonHugePages:":
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
+def test_prepared_weights_lie_in_huge_pages():
+    experts = make(experts=4, inter=1024, hidden=2048, bias=False)
+    expected = copy_of(experts).prepare().w13.clone()
+    large = experts.w13
+    if not _pages._allowed():
+        pytest.skip("the system allows no huge pages")
+    probe = torch.ones(8 << 20, dtype=torch.uint8)
+    _pages.move_to_huge_pages([probe])
+    if huge_bytes(probe) == 0:
+        pytest.skip("the system gives no huge pages")
+    prepared = experts.prepare()
+    assert prepared.w13.data_ptr() == large.data_ptr()
+    assert huge_bytes(prepared.w13) >= 6 << 20
+    assert_same(prepared.w13, expected)
+
+
+def test_huge_pages_are_asked_for_only_where_allowed(tmp_path, monkeypatch):
+    for text, allowed in (("always [madvise] never", True), ("[always] madvise", True), ("always [never]", False)):
+        (tmp_path / "enabled").write_text(text)
+        monkeypatch.setattr(_pages, "POLICY", tmp_path / "enabled")
+        assert _pages._allowed() == (allowed and sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == 4096)
+    monkeypatch.setattr(_pages, "POLICY", tmp_path / "none")
+    assert not _pages._allowed()
+    _pages.move_to_huge_pages([torch.zeros(3, dtype=torch.uint8)])

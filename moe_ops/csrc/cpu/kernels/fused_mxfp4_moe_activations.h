@@ -1,4 +1,5 @@
-// Buffers of a call of fused_mxfp4_moe: those of a thread, and the activations for a product in the forms of all paths.
+// Buffers of a call of fused_mxfp4_moe: those of a thread, the activations for a product in the forms of all
+// paths, and the shares of their rows.
 #pragma once
 
 #include <algorithm>
@@ -54,5 +55,33 @@ struct Activations {
     return ((row / 16) * num_blocks + block) * 512 + (row % 16) * kBlock;
   }
 };
+
+constexpr int kPartRows = 48;  // rows for which AMX makes the tiles of weights once
+
+// Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
+// second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
+inline int parts_in_chunk(const Activations& from) {
+  constexpr int64_t kBytes = int64_t{1} << 20;
+  return (from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows) / kPartRows;
+}
+
+inline int num_parts(const Job& job) { return (job.num_rows + kPartRows - 1) / kPartRows; }
+
+inline int num_chunks(const Job& job, const Activations& from) {
+  const int most = parts_in_chunk(from);
+  return (num_parts(job) + most - 1) / most;
+}
+
+// Item `item` of a job: a chunk of its parts, which are as even as tiles of 16 rows allow, and a group of columns.
+struct Item {
+  int begin, end;
+  int64_t group;
+};
+
+inline Item item_of(const Job& job, const Activations& from, int64_t item, int64_t groups) {
+  const int parts = num_parts(job), tiles = (job.num_rows + 15) / 16, most = parts_in_chunk(from);
+  const int first = static_cast<int>(item / groups) * most, last = std::min(parts, first + most);
+  return {first * tiles / parts * 16, std::min(last * tiles / parts * 16, job.num_rows), item % groups};
+}
 
 }  // namespace moe_ops::mxfp4

@@ -23,7 +23,6 @@ constexpr int64_t kInlineElements = int64_t{1} << 19;  // products of fewer are 
 constexpr int64_t kInlineTokens = 16384;               // nor is the quantisation of fewer
 constexpr int64_t kWaveBytes = int64_t{32} << 20;      // rows of the second product in a wave
 constexpr int64_t kSumColumns = 1024;
-constexpr int kPartRows = 48;  // rows for which AMX makes the tiles of weights once
 
 size_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
@@ -106,11 +105,11 @@ class Forward {
       for (int r = 0; job.path == Path::kPacked && r < job.num_rows; r += 16) pack_tiles_.emplace_back(j, r);
       first_ends_.push_back(first_items += num_chunks(job, x_) * first_groups_);
       second_ends_.push_back(second_items += num_chunks(job, h_) * second_groups_);
-      if (waves_.back().last > waves_.back().first && rows + job.num_rows - waves_.back().rows_before > wave_rows) {
+      if (waves_.back().last > waves_.back().first && rows + y_rows(job) - waves_.back().rows_before > wave_rows) {
         waves_.push_back({j, j, rows});
       }
       rows_before_.push_back(rows);
-      rows += job.num_rows;
+      rows += y_rows(job);
       waves_.back().last = j + 1;
       most_rows = std::max(most_rows, rows - waves_.back().rows_before);
     }
@@ -212,8 +211,14 @@ class Forward {
     const Job& job = plan_.jobs[j];
     const int64_t hidden = w_.hidden_size;
     const bool permute = view_.is_mxfp4();
+    const bool copy = permute && batch_.dtype == DType::kBFloat16;
     for (int r = begin; r < begin + 16; ++r) {
       const int64_t row = job.first_row + r;
+      if (copy && r < job.num_rows) {
+        const uint8_t* from = hidden_row(job.slots[r].token);
+        k_.pack_row(reinterpret_cast<const uint16_t*>(from), x_.num_blocks, x_.high + x_.packed_offset(row, 0));
+        continue;
+      }
       if (r < job.num_rows) {
         k_.widen(hidden_row(job.slots[r].token), batch_.dtype, hidden, scratch.rows);
       } else {
@@ -268,19 +273,19 @@ class Forward {
 
   // Rows `which` by the float32 kernels, for the tiles in `mask`, into out[i].
   void float_product(const Job& job, const Activations& from, const TileGroup& group, unsigned mask, const int* which,
-                     int count, Scratch& scratch, float* out) const {
+                     int count, Scratch& scratch, float* out, int64_t out_stride = kGroupRows) const {
     for (int i = 0; i < count; i += kFloatRows) {
       const int n = std::min(kFloatRows, count - i);
       const float* rows[kFloatRows];
       float_rows(job, from, which + i, n, scratch, rows);
       if (!view_.is_mxfp4()) {
-        k_.gemm_w16(group.rows, group.num_tiles * kTileRows, from.num_blocks * kBlock, rows, n, out + i * kGroupRows,
-                    kGroupRows);
+        k_.gemm_w16(group.rows, group.num_tiles * kTileRows, from.num_blocks * kBlock, rows, n, out + i * out_stride,
+                    out_stride);
         continue;
       }
       for (int t = 0; t < group.num_tiles; ++t) {
         if ((mask >> t & 1) == 0) continue;
-        k_.gemm_f32(group.tiles + t, 1, from.num_blocks, rows, n, out + i * kGroupRows + t * kTileRows, kGroupRows);
+        k_.gemm_f32(group.tiles + t, 1, from.num_blocks, rows, n, out + i * out_stride + t * kTileRows, out_stride);
       }
     }
   }
@@ -319,43 +324,28 @@ class Forward {
     }
   }
 
-  // Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
-  // second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
-  static int parts_in_chunk(const Activations& from) {
-    constexpr int64_t kBytes = int64_t{1} << 20;
-    return (from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows) / kPartRows;
-  }
-
-  static int num_parts(const Job& job) { return (job.num_rows + kPartRows - 1) / kPartRows; }
-
-  static int num_chunks(const Job& job, const Activations& from) {
-    const int most = parts_in_chunk(from);
-    return (num_parts(job) + most - 1) / most;
-  }
-
-  // Item `item` of a job: a chunk of its parts, which are as even as tiles of 16 rows allow, and a group of columns.
-  struct Item {
-    int begin, end;
-    int64_t group;
-  };
-  static Item item_of(const Job& job, const Activations& from, int64_t item, int64_t groups) {
-    const int parts = num_parts(job), tiles = (job.num_rows + 15) / 16, most = parts_in_chunk(from);
-    const int first = static_cast<int>(item / groups) * most, last = std::min(parts, first + most);
-    return {first * tiles / parts * 16, std::min(last * tiles / parts * 16, job.num_rows), item % groups};
-  }
-
   // Rows [begin, begin + count) of a job times the tiles of a group, into scratch.out [count][kGroupRows].
   void product(const Job& job, const Activations& from, const TileGroup& group, int begin, int count,
                Scratch& scratch) const {
+    if (job.path == Path::kPacked)
+      return packed_product(job, from, group, begin, count, scratch, scratch.out, kGroupRows);
     int which[kMaxRows];
     for (int i = 0; i < count; ++i) which[i] = begin + i;
     if (job.path == Path::kQuant) return quant_product(job, from, group, which, count, scratch, scratch.out);
-    if (job.path == Path::kFloat) return float_product(job, from, group, ~0u, which, count, scratch, scratch.out);
+    float_product(job, from, group, ~0u, which, count, scratch, scratch.out);
+  }
+
+  // The same for kPacked into `out`, which has room for whole tiles of rows.
+  void packed_product(const Job& job, const Activations& from, const TileGroup& group, int begin, int count,
+                      Scratch& scratch, float* out, int64_t out_stride) const {
     const int64_t at = from.packed_offset(job.first_row + begin, 0);
     const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr};
     const WeightTiles weights{view_.is_mxfp4() ? group.tiles : nullptr, view_.is_mxfp4() ? nullptr : group.rows};
-    const unsigned bad = k_.gemm_bf16(weights, group.num_tiles, from.num_blocks, rows, count, scratch.out, kGroupRows);
-    if (bad) float_product(job, from, group, bad, which, count, scratch, scratch.out);
+    const unsigned bad = k_.gemm_bf16(weights, group.num_tiles, from.num_blocks, rows, count, out, out_stride);
+    if (bad == 0) return;
+    int which[kMaxRows];
+    for (int i = 0; i < count; ++i) which[i] = begin + i;
+    float_product(job, from, group, bad, which, count, scratch, out, out_stride);
   }
 
   // The job of an item in a list that ends at `ends`, and the item's number in it.
@@ -395,6 +385,14 @@ class Forward {
     left_->finish(first_counter(j));
   }
 
+  // Whether the second product of a job goes to whole tiles of rows of y_: where the rows that pad the last one are
+  // few.
+  static bool y_tiles(const Job& job) {
+    return job.path == Path::kPacked && (job.num_rows + 15) / 16 * 16 * 4 <= job.num_rows * 5;
+  }
+
+  static int y_rows(const Job& job) { return y_tiles(job) ? (job.num_rows + 15) / 16 * 16 : job.num_rows; }
+
   float* y_row(size_t wave, size_t job, int64_t row) const {
     return y_[wave % 2] + (rows_before_[job] - waves_[wave].rows_before + row) * w_.hidden_size;
   }
@@ -417,10 +415,16 @@ class Forward {
     view_.w2_group(job.expert, tile, count(tile), scratch.tiles, &group);
     left_->wait(first_counter(j));
     if (wave >= 2) left_->wait(sum_counter(wave - 2));
-    product(job, h_, group, item.begin, item.end - item.begin, scratch);
-    const size_t bytes = static_cast<size_t>(group.num_tiles) * kTileRows * sizeof(float);
-    for (int r = item.begin; r < item.end; ++r) {
-      std::memcpy(y_row(wave, j, r) + tile * kTileRows, scratch.out + (r - item.begin) * kGroupRows, bytes);
+    const int rows = item.end - item.begin;
+    if (y_tiles(job)) {
+      float* to = y_row(wave, j, item.begin) + tile * kTileRows;
+      packed_product(job, h_, group, item.begin, rows, scratch, to, w_.hidden_size);
+    } else {
+      product(job, h_, group, item.begin, rows, scratch);
+      const size_t bytes = static_cast<size_t>(group.num_tiles) * kTileRows * sizeof(float);
+      for (int r = 0; r < rows; ++r) {
+        std::memcpy(y_row(wave, j, item.begin + r) + tile * kTileRows, scratch.out + r * kGroupRows, bytes);
+      }
     }
     left_->finish(second_counter(wave));
   }

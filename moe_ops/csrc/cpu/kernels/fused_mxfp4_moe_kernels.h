@@ -85,6 +85,8 @@ struct Kernels {
   unsigned (*gemm_q16)(const Tile* tiles, int num_tiles, int64_t num_blocks, const QuantRow* rows, int num_rows,
                        float* out, int64_t out_stride);
 
+  // A bfloat16 row to its place in PackedRows::high, for MXFP4 weights.
+  void (*pack_row)(const uint16_t* row, int64_t num_blocks, uint16_t* high);
   // 32 elements of a row to their place in PackedRows; `low` may be null.
   void (*pack_block)(const float* block, bool permute, uint16_t* high, uint16_t* low);
   // As gemm_q16, for up to kMaxRows rows, rounded up to 16 in `out`.
