@@ -61,8 +61,8 @@ constexpr int kPartRows = 48;  // rows for which AMX makes the tiles of weights 
 // Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
 // second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
 inline int parts_in_chunk(const Activations& from) {
-  constexpr int64_t kBytes = int64_t{1} << 20;
-  return (from.num_blocks * kBlock * 2 * kMaxRows > kBytes ? kMaxRows / 2 : kMaxRows) / kPartRows;
+  const int64_t part = from.num_blocks * kBlock * 2 * kPartRows;
+  return static_cast<int>(std::clamp<int64_t>(int64_t{1500} * 1000 / part, 1, kMaxRows / kPartRows));
 }
 
 inline int num_parts(const Job& job) { return (job.num_rows + kPartRows - 1) / kPartRows; }

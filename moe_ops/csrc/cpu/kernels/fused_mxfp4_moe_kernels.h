@@ -19,7 +19,7 @@ constexpr int kBlock = 32;            // elements that share a scale
 constexpr int kTileBlockBytes = 256;  // codes of kTileRows x kBlock elements
 constexpr int kGroupTiles = 4;        // the most tiles a kernel is given at once
 constexpr int kGroupRows = kGroupTiles * kTileRows;
-constexpr int kMaxRows = 96;  // the most activation rows a kernel is given at once; a multiple of 16
+constexpr int kMaxRows = 192;  // the most activation rows a kernel is given at once; a multiple of 16
 
 // The integer and bfloat16 kernels hold scale codes in this range exactly; tiles with others go to gemm_f32. The upper
 // end: a block's integer sum, up to 2 * 6 * 32 * 32639, times its scale must stay below 2^128.
