@@ -59,7 +59,7 @@ struct Activations {
 constexpr int kPartRows = 48;  // rows for which AMX makes the tiles of weights once
 
 // Rows of an expert in one item: their activations are read again for each group of tiles and must stay in the
-// second-level cache. At K = 7168, 96 rows are a fifth slower than 48 (docs/measured.md).
+// second-level cache (docs/measured.md).
 inline int parts_in_chunk(const Activations& from) {
   const int64_t part = from.num_blocks * kBlock * 2 * kPartRows;
   return static_cast<int>(std::clamp<int64_t>(int64_t{1500} * 1000 / part, 1, kMaxRows / kPartRows));
