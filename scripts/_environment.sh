@@ -4,6 +4,7 @@
 #                          named extras of pyproject.toml; sets PYTHON
 #   tools EXTRA...         the same, but leaves an active environment as it is
 #   explain SCRIPT ARG...  prints the comment at the script's head and ends, where an argument before -- asks for help
+#   pip_install ARG...     pip install; where that fails, says how to do without a network
 #   build                  builds the native libraries in place where their sources are newer
 #
 # MOE_OPS_TORCH names the torch to install where there is none (default torch==2.13.0; a local or CPU build can be named).
@@ -33,18 +34,25 @@ environment() {
   if [ -f "$stamp" ] && [ -z "$(comm -23 <(sort <<<"$wanted") <(sort "$stamp"))" ]; then return 0; fi
   if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     echo "installing ${MOE_OPS_TORCH:-torch==2.13.0}" >&2
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check "${MOE_OPS_TORCH:-torch==2.13.0}"
+    pip_install "${MOE_OPS_TORCH:-torch==2.13.0}"
   fi
   echo "installing the requirements of: the project $*" >&2
   # The constraint keeps the torch that is here: no requirement may replace it.
   local constraint
   constraint=$(mktemp)
   "$PYTHON" -c 'import torch; print("torch==" + torch.__version__)' >"$constraint" 2>/dev/null
-  printf '%s\n' "$wanted" |
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --constraint "$constraint" --requirement /dev/stdin
+  printf '%s\n' "$wanted" | pip_install --constraint "$constraint" --requirement /dev/stdin
   rm -f "$constraint"
   { [ ! -f "$stamp" ] || cat "$stamp"; printf '%s\n' "$wanted"; } | sort -u >"$stamp.new"
   mv "$stamp.new" "$stamp"
+}
+
+pip_install() {
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" || {
+    echo "$0: the above is missing in $VIRTUAL_ENV and was not installed. Without a network: download wheels elsewhere" >&2
+    echo "(pip download) and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER, or use an environment that has all of it." >&2
+    return 1
+  }
 }
 
 explain() {
