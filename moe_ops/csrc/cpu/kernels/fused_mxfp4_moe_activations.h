@@ -51,8 +51,9 @@ struct Activations {
     inexact = arena.take<std::atomic<uint8_t>>(rows);
     for (int64_t i = 0; i < rows; ++i) inexact[i].store(0, std::memory_order_relaxed);
   }
-  int64_t packed_offset(int64_t row, int64_t block) const {
-    return ((row / 16) * num_blocks + block) * 512 + (row % 16) * kBlock;
+  int64_t packed_offset(const Job& job, int row, int64_t block) const {
+    const int height = job.tile_rows();
+    return ((job.first_row / 16 + row / height) * num_blocks + block) * 512 + row % height * kBlock;
   }
 };
 
@@ -72,16 +73,16 @@ inline int num_chunks(const Job& job, const Activations& from) {
   return (num_parts(job) + most - 1) / most;
 }
 
-// Item `item` of a job: a chunk of its parts, which are as even as tiles of 16 rows allow, and a group of columns.
+// Item `item` of a job: a chunk of its parts, which are as even as tiles of rows allow, and a group of columns.
 struct Item {
   int begin, end;
   int64_t group;
 };
 
 inline Item item_of(const Job& job, const Activations& from, int64_t item, int64_t groups) {
-  const int parts = num_parts(job), tiles = (job.num_rows + 15) / 16, most = parts_in_chunk(from);
+  const int parts = num_parts(job), tiles = job.row_tiles(), height = job.tile_rows(), most = parts_in_chunk(from);
   const int first = static_cast<int>(item / groups) * most, last = std::min(parts, first + most);
-  return {first * tiles / parts * 16, std::min(last * tiles / parts * 16, job.num_rows), item % groups};
+  return {first * tiles / parts * height, std::min(last * tiles / parts * height, job.num_rows), item % groups};
 }
 
 }  // namespace moe_ops::mxfp4

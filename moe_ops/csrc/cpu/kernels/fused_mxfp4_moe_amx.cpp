@@ -1,8 +1,8 @@
 // AMX bfloat16 tiles over the AVX-512 kernels.
 //
 // The vector units dequantise two blocks ahead of the tile unit, a part between any two products, so that both work at
-// once. Tile registers by shape (row tiles x weight tiles): 1x4: 4 sums, 1 of rows, 3 of weights; 2x2: 4 + 2 + 2; 3x2:
-// 6 + 1 + 1.
+// once. Tile registers by shape (row tiles x weight tiles): 1x4: 4 sums, 1 of rows, 3 of weights; 1x2, 2x2: 4 + 2 + 2;
+// 3x2: 6 + 1 + 1. Sums and rows have the height of the call's tiles of rows: products and loads cost by it.
 #include <type_traits>
 
 #include "cpu/kernels/cpu_features.h"
@@ -61,16 +61,40 @@ struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {};
   uint8_t rows[16] = {};
-  constexpr TileConfig() {
-    for (int i = 0; i < 8; ++i) {
-      bytes_per_row[i] = 64;
-      rows[i] = 16;
+};
+
+// For shapes whose first registers hold sums and rows, of `height`; in memory of its own: the compiler takes the
+// instruction to read eight bytes and would drop the other stores.
+struct TileConfigs {
+  TileConfig of[3][17];
+  constexpr TileConfigs() {
+    for (int s = 0; s < 3; ++s) {
+      for (int height = 1; height <= 16; ++height) {
+        for (int i = 0; i < 8; ++i) {
+          of[s][height].bytes_per_row[i] = 64;
+          of[s][height].rows[i] = static_cast<uint8_t>(i < 5 + s ? height : 16);
+        }
+      }
     }
   }
 };
+constexpr TileConfigs kTileConfigs;
 
-// In memory of its own: the compiler takes the instruction to read eight bytes and would drop the other stores.
-constexpr TileConfig kTileConfig;
+// Loading a configuration takes 160 cycles.
+thread_local const TileConfig* configured = nullptr;
+
+void configure(int row_tiles, int num_weight_tiles, int height) {
+  const TileConfig* wanted = &kTileConfigs.of[num_weight_tiles == 4 ? 0 : row_tiles < 3 ? 1 : 2][height];
+  if (wanted == configured) return;
+  _tile_loadconfig(wanted);
+  configured = wanted;
+}
+
+void finish() {
+  if (configured == nullptr) return;
+  _tile_release();
+  configured = nullptr;
+}
 
 // The tile instructions are opaque to the compiler: what they read must be in memory before them.
 inline void fence() { asm volatile("" ::: "memory"); }
@@ -265,8 +289,8 @@ inline void zero_sums() {
 }
 
 template <int RowTiles, int N>
-inline void store_sums(float* out, int64_t out_stride) {
-  const int64_t bytes = out_stride * 4, down = 16 * out_stride;
+inline void store_sums(float* out, int64_t out_stride, int height) {
+  const int64_t bytes = out_stride * 4, down = height * out_stride;
   _tile_stored(0, out, bytes);
   _tile_stored(1, out + 16, bytes);
   if constexpr (N == 4) {
@@ -312,7 +336,7 @@ unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows&
     multiply<RowTiles, N>(high + b * kTileElements, row_tile, at(b), none, nullptr);
     if constexpr (TwoParts) multiply<RowTiles, N>(low + b * kTileElements, row_tile, at(b), none, nullptr);
   }
-  store_sums<RowTiles, N>(out, out_stride);
+  store_sums<RowTiles, N>(out, out_stride, rows.tile_rows);
   fence();
   return weights.bad();
 }
@@ -320,6 +344,7 @@ unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows&
 template <bool TwoParts, template <int> class Weights>
 unsigned run(const WeightTiles& all, int num_tiles, int64_t num_blocks, const PackedRows& rows, int row_tiles,
              float* out, int64_t out_stride) {
+  configure(row_tiles, row_tiles == 1 ? num_tiles : 2, rows.tile_rows);
   if (row_tiles == 1 && num_tiles == 4) {
     return run_in_registers<1, 4, TwoParts>(Weights<4>(all), num_blocks, rows, out, out_stride);
   }
@@ -338,21 +363,20 @@ unsigned run(const WeightTiles& all, int num_tiles, int64_t num_blocks, const Pa
 
 unsigned gemm_bf16(const WeightTiles& weights, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
                    float* out, int64_t out_stride) {
-  _tile_loadconfig(&kTileConfig);
   const bool two = rows.low != nullptr;
   const auto function = weights.tiles != nullptr ? (two ? run<true, Mxfp4Weights> : run<false, Mxfp4Weights>)
                                                  : (two ? run<true, Bf16Weights> : run<false, Bf16Weights>);
   // Blocks of up to three tiles of rows, as even as possible. Making the weights again for each block is cheaper than
   // keeping them: see docs/measured.md.
-  const int tiles = (num_rows + 15) / 16, parts = (tiles + 2) / 3, step = (tiles + parts - 1) / parts;
+  const int height = rows.tile_rows, tiles = (num_rows + height - 1) / height, parts = (tiles + 2) / 3,
+            step = (tiles + parts - 1) / parts;
   const int64_t row_tile = num_blocks * kTileElements;
   unsigned bad = 0;
   for (int r = 0; r < tiles; r += step) {
-    const PackedRows part{rows.high + r * row_tile, two ? rows.low + r * row_tile : nullptr};
+    const PackedRows part{rows.high + r * row_tile, two ? rows.low + r * row_tile : nullptr, height};
     const int count = tiles - r < step ? tiles - r : step;
-    bad |= function(weights, num_tiles, num_blocks, part, count, out + r * 16 * out_stride, out_stride);
+    bad |= function(weights, num_tiles, num_blocks, part, count, out + r * height * out_stride, out_stride);
   }
-  _tile_release();
   return bad;
 }
 
@@ -392,6 +416,7 @@ const Kernels& amx_kernels() {
     k.pack_row = pack_row;
     k.pack_block = pack_block;
     k.gemm_bf16 = gemm_bf16;
+    k.finish = finish;
     return k;
   }();
   return kernels;

@@ -102,7 +102,7 @@ class Forward {
     rows_before_.clear();
     for (size_t j = 0; j < plan_.jobs.size(); ++j) {
       const Job& job = plan_.jobs[j];
-      for (int r = 0; job.path == Path::kPacked && r < job.num_rows; r += 16) pack_tiles_.emplace_back(j, r);
+      for (int t = 0; job.path == Path::kPacked && t < job.row_tiles(); ++t) pack_tiles_.emplace_back(j, t);
       first_ends_.push_back(first_items += num_chunks(job, x_) * first_groups_);
       second_ends_.push_back(second_items += num_chunks(job, h_) * second_groups_);
       if (waves_.back().last > waves_.back().first && rows + y_rows(job) - waves_.back().rows_before > wave_rows) {
@@ -121,7 +121,7 @@ class Forward {
     left_->set(tokens_counter(), tokens);
     for (size_t j = 0; j < plan_.jobs.size(); ++j) {
       const Job& job = plan_.jobs[j];
-      left_->set(packed_counter(j), job.path == Path::kPacked ? (job.num_rows + 15) / 16 : 0);
+      left_->set(packed_counter(j), job.path == Path::kPacked ? job.row_tiles() : 0);
       left_->set(first_counter(j), first_ends_[j] - (j ? first_ends_[j - 1] : 0));
     }
     // An item of the sum: tokens of about an eighth of a thread's share, and columns.
@@ -154,6 +154,7 @@ class Forward {
     const auto work = [&](int, int num_threads) {
       Scratch scratch(w_);
       for (Run run; queue_->take(num_threads, &run);) run_items(run, scratch);
+      if (k_.finish != nullptr) k_.finish();
     };
     const int64_t slots = static_cast<int64_t>(plan_.slots.size());
     if (slots * w_.hidden_size * w_.intermediate_size <= kInlineElements) return work(0, 1);
@@ -207,16 +208,16 @@ class Forward {
   }
 
   void pack_tile(int64_t i, Scratch& scratch) {
-    const auto [j, begin] = pack_tiles_[static_cast<size_t>(i)];
+    const auto [j, tile] = pack_tiles_[static_cast<size_t>(i)];
     const Job& job = plan_.jobs[j];
+    const int height = job.tile_rows();
     const int64_t hidden = w_.hidden_size;
     const bool permute = view_.is_mxfp4();
     const bool copy = permute && batch_.dtype == DType::kBFloat16;
-    for (int r = begin; r < begin + 16; ++r) {
-      const int64_t row = job.first_row + r;
+    for (int r = tile * height; r < (tile + 1) * height; ++r) {
       if (copy && r < job.num_rows) {
         const uint8_t* from = hidden_row(job.slots[r].token);
-        k_.pack_row(reinterpret_cast<const uint16_t*>(from), x_.num_blocks, x_.high + x_.packed_offset(row, 0));
+        k_.pack_row(reinterpret_cast<const uint16_t*>(from), x_.num_blocks, x_.high + x_.packed_offset(job, r, 0));
         continue;
       }
       if (r < job.num_rows) {
@@ -225,7 +226,7 @@ class Forward {
         std::memset(scratch.rows, 0, hidden * sizeof(float));
       }
       for (int64_t b = 0; b < x_.num_blocks; ++b) {
-        const int64_t at = x_.packed_offset(row, b);
+        const int64_t at = x_.packed_offset(job, r, b);
         k_.pack_block(scratch.rows + b * kBlock, permute, x_.high + at, x_.low ? x_.low + at : nullptr);
       }
     }
@@ -252,15 +253,15 @@ class Forward {
       if (first) {
         k_.widen(hidden_row(job.slots[r].token), batch_.dtype, size, row);
       } else {
-        unpack_row(from, job.first_row + r, row);
+        unpack_row(from, job, which[i], row);
       }
     }
   }
 
-  void unpack_row(const Activations& from, int64_t r, float* row) const {
+  void unpack_row(const Activations& from, const Job& job, int r, float* row) const {
     static constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
     for (int64_t b = 0; b < from.num_blocks; ++b) {
-      const int64_t at = from.packed_offset(r, b);
+      const int64_t at = from.packed_offset(job, r, b);
       alignas(64) float part[2][kBlock] = {};
       k_.widen(from.high + at, DType::kBFloat16, kBlock, part[0]);
       if (from.low) k_.widen(from.low + at, DType::kBFloat16, kBlock, part[1]);
@@ -338,8 +339,8 @@ class Forward {
   // The same for kPacked into `out`, which has room for whole tiles of rows.
   void packed_product(const Job& job, const Activations& from, const TileGroup& group, int begin, int count,
                       Scratch& scratch, float* out, int64_t out_stride) const {
-    const int64_t at = from.packed_offset(job.first_row + begin, 0);
-    const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr};
+    const int64_t at = from.packed_offset(job, begin, 0);
+    const PackedRows rows{from.high + at, from.low ? from.low + at : nullptr, job.tile_rows()};
     const WeightTiles weights{view_.is_mxfp4() ? group.tiles : nullptr, view_.is_mxfp4() ? nullptr : group.rows};
     const unsigned bad = k_.gemm_bf16(weights, group.num_tiles, from.num_blocks, rows, count, out, out_stride);
     if (bad == 0) return;
@@ -376,7 +377,7 @@ class Forward {
       float* to = job.path == Path::kPacked ? block : h_.values + row * w_.intermediate_size + g * kBlock;
       k_.swiglu(scratch.out + (r - item.begin) * kGroupRows, bias, params_, to);
       if (job.path == Path::kPacked) {
-        const int64_t at = h_.packed_offset(row, g);
+        const int64_t at = h_.packed_offset(job, r, g);
         k_.pack_block(block, permute, h_.high + at, h_.low ? h_.low + at : nullptr);
       } else if (job.path == Path::kQuant) {
         quantize_block(to, row, g, h_);
@@ -388,10 +389,10 @@ class Forward {
   // Whether the second product of a job goes to whole tiles of rows of y_: where the rows that pad the last one are
   // few.
   static bool y_tiles(const Job& job) {
-    return job.path == Path::kPacked && (job.num_rows + 15) / 16 * 16 * 4 <= job.num_rows * 5;
+    return job.path == Path::kPacked && job.row_tiles() * job.tile_rows() * 4 <= job.num_rows * 5;
   }
 
-  static int y_rows(const Job& job) { return y_tiles(job) ? (job.num_rows + 15) / 16 * 16 : job.num_rows; }
+  static int y_rows(const Job& job) { return y_tiles(job) ? job.row_tiles() * job.tile_rows() : job.num_rows; }
 
   float* y_row(size_t wave, size_t job, int64_t row) const {
     return y_[wave % 2] + (rows_before_[job] - waves_[wave].rows_before + row) * w_.hidden_size;

@@ -47,12 +47,14 @@ struct QuantRow {
   const int32_t* offset;
 };
 
-// Activations for the bfloat16 kernel: [rows / 16][K/32][16][32], zero-padded. Each group of eight is in the order
+// Activations for the bfloat16 kernel: [tiles][K/32][16][32], of which the first tile_rows of 16 are used and the last
+// tile's are zero-padded. Each group of eight is in the order
 // 0 4 1 5 2 6 3 7 for MXFP4 weights and in its own for bfloat16 ones. `low`, the rounding error of `high`, is null for
 // bfloat16 activations.
 struct PackedRows {
   const uint16_t* high;
   const uint16_t* low;
+  int tile_rows;
 };
 
 struct Kernels {
@@ -89,9 +91,11 @@ struct Kernels {
   void (*pack_row)(const uint16_t* row, int64_t num_blocks, uint16_t* high);
   // 32 elements of a row to their place in PackedRows; `low` may be null.
   void (*pack_block)(const float* block, bool permute, uint16_t* high, uint16_t* low);
-  // As gemm_q16, for up to kMaxRows rows, rounded up to 16 in `out`.
+  // As gemm_q16, for up to kMaxRows rows, rounded up to whole tiles of them in `out`. Leaves a thread's tile unit
+  // configured; finish() is for the end of its work.
   unsigned (*gemm_bf16)(const WeightTiles& weights, int num_tiles, int64_t num_blocks, const PackedRows& rows,
                         int num_rows, float* out, int64_t out_stride);
+  void (*finish)();
 };
 
 // The best kernels that this processor and MOE_OPS_CPU_ISA allow.

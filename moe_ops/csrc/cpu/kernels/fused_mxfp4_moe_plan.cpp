@@ -135,7 +135,7 @@ Plan make_plan(const ExpertWeights& weights, const MoeBatch& batch, int64_t firs
     }
     int64_t& total = path == Path::kPacked ? plan.packed_rows : plan.other_rows;
     plan.jobs.push_back({e, plan.slots.data() + begin[static_cast<size_t>(e)], rows, path, total});
-    total += path == Path::kPacked ? (rows + 15) / 16 * 16 : rows;
+    total += path == Path::kPacked ? plan.jobs.back().row_tiles() * 16 : rows;
     plan.any_quant |= path == Path::kQuant;
   }
   return plan;

@@ -34,6 +34,10 @@ struct Job {
   int num_rows;
   Path path;
   int64_t first_row;  // in the buffers of its path; a multiple of 16 for kPacked
+
+  // kPacked: tiles of activation rows, all of the same height, which is what they cost; the last one may be padded.
+  int row_tiles() const { return (num_rows + 15) / 16; }
+  int tile_rows() const { return (num_rows + row_tiles() - 1) / row_tiles(); }
 };
 
 struct Plan {
