@@ -1,8 +1,8 @@
 // AMX bfloat16 tiles over the AVX-512 kernels.
 //
 // The vector units dequantise two blocks ahead of the tile unit, a part between any two products, so that both work at
-// once. Tile registers by shape (row tiles x weight tiles): 1x4: 4 sums, 1 of rows, 3 of weights; 1x2, 2x2: 4 + 2 + 2;
-// 3x2: 6 + 1 + 1. Sums and rows have the height of the call's tiles of rows: products and loads cost by it.
+// once. Tile registers: up to 6 sums, then rows, and 7 for weights. Sums and rows have the height of the call's tiles
+// of rows, since products and loads take time by it.
 #include <type_traits>
 
 #include "cpu/kernels/cpu_features.h"
@@ -63,17 +63,15 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// For shapes whose first registers hold sums and rows, of `height`; in memory of its own: the compiler takes the
-// instruction to read eight bytes and would drop the other stores.
+// By height of the tiles of rows; in memory of its own: the compiler takes the instruction to read eight bytes and
+// would drop the other stores.
 struct TileConfigs {
-  TileConfig of[3][17];
+  TileConfig of_height[17];
   constexpr TileConfigs() {
-    for (int s = 0; s < 3; ++s) {
-      for (int height = 1; height <= 16; ++height) {
-        for (int i = 0; i < 8; ++i) {
-          of[s][height].bytes_per_row[i] = 64;
-          of[s][height].rows[i] = static_cast<uint8_t>(i < 5 + s ? height : 16);
-        }
+    for (int height = 1; height <= 16; ++height) {
+      for (int i = 0; i < 8; ++i) {
+        of_height[height].bytes_per_row[i] = 64;
+        of_height[height].rows[i] = static_cast<uint8_t>(i < 7 ? height : 16);
       }
     }
   }
@@ -83,8 +81,8 @@ constexpr TileConfigs kTileConfigs;
 // Loading a configuration takes 160 cycles.
 thread_local const TileConfig* configured = nullptr;
 
-void configure(int row_tiles, int num_weight_tiles, int height) {
-  const TileConfig* wanted = &kTileConfigs.of[num_weight_tiles == 4 ? 0 : row_tiles < 3 ? 1 : 2][height];
+void configure(int height) {
+  const TileConfig* wanted = &kTileConfigs.of_height[height];
   if (wanted == configured) return;
   _tile_loadconfig(wanted);
   configured = wanted;
@@ -215,38 +213,32 @@ inline __attribute__((always_inline)) void multiply(const uint16_t* a, int64_t r
     parts<4 * N*(i) / kSteps, 4 * N*((i) + 1) / kSteps>(next, to); \
     fence();                                                       \
   }
-  if constexpr (RowTiles == 1 && N == 4) {
+  if constexpr (RowTiles == 1) {
     _tile_loadd(4, a, 64);
-    _tile_loadd(5, w, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    MAKE(0)
-    _tile_loadd(6, w + kTileElements, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    MAKE(1)
-    _tile_loadd(7, w + 2 * kTileElements, 64);
-    _tile_dpbf16ps(2, 4, 7);
-    MAKE(2)
-    _tile_loadd(5, w + 3 * kTileElements, 64);
-    _tile_dpbf16ps(3, 4, 5);
-    MAKE(3)
-  } else if constexpr (RowTiles == 1) {
-    _tile_loadd(4, a, 64);
-    _tile_loadd(6, w, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w, 64);
+    _tile_dpbf16ps(0, 4, 7);
     MAKE(0)
     _tile_loadd(7, w + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 7);
     MAKE(1)
+    if constexpr (N == 4) {
+      _tile_loadd(7, w + 2 * kTileElements, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      MAKE(2)
+      _tile_loadd(7, w + 3 * kTileElements, 64);
+      _tile_dpbf16ps(3, 4, 7);
+      MAKE(3)
+    }
   } else if constexpr (RowTiles == 2) {
     _tile_loadd(4, a, 64);
-    _tile_loadd(6, w, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w, 64);
+    _tile_dpbf16ps(0, 4, 7);
     MAKE(0)
+    _tile_loadd(5, a + row_tile, 64);
+    _tile_dpbf16ps(2, 5, 7);
+    MAKE(1)
     _tile_loadd(7, w + kTileElements, 64);
     _tile_dpbf16ps(1, 4, 7);
-    MAKE(1)
-    _tile_loadd(5, a + row_tile, 64);
-    _tile_dpbf16ps(2, 5, 6);
     MAKE(2)
     _tile_dpbf16ps(3, 5, 7);
     MAKE(3)
@@ -311,13 +303,15 @@ inline void store_sums(float* out, int64_t out_stride, int height) {
 // About 2,200 cycles after the last tile was stored, products or not, a core has put the store path of the tile unit to
 // sleep, and the next store takes 800 to 1,300 cycles longer: as long as ten blocks. A tile is therefore stored every
 // few blocks for nothing (docs/measured.md).
-template <int RowTiles, int N, bool TwoParts, class Weights>
-unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows& rows, float* out, int64_t out_stride) {
+template <int RowTiles, int N, bool TwoParts, template <int> class Weights>
+unsigned run_in_registers(const WeightTiles& tiles, int64_t num_blocks, const PackedRows& rows, float* out,
+                          int64_t out_stride) {
   constexpr int kBlocksAwake = N == 2 && RowTiles < 3 && !TwoParts ? 8 : 4;
   alignas(64) uint16_t ring[kRing * N * kTileElements], nothing[kTileElements];
   const int64_t row_tile = num_blocks * kTileElements;
   const uint16_t *high = rows.high, *low = rows.low;
   NoWeights none;
+  Weights<N> weights(tiles);
   zero_sums<RowTiles, N>();
   for (int64_t b = 0; b < kAhead && b < num_blocks; ++b) {
     weights.begin(b);
@@ -344,25 +338,22 @@ unsigned run_in_registers(Weights weights, int64_t num_blocks, const PackedRows&
 template <bool TwoParts, template <int> class Weights>
 unsigned run(const WeightTiles& all, int num_tiles, int64_t num_blocks, const PackedRows& rows, int row_tiles,
              float* out, int64_t out_stride) {
-  configure(row_tiles, row_tiles == 1 ? num_tiles : 2, rows.tile_rows);
   if (row_tiles == 1 && num_tiles == 4) {
-    return run_in_registers<1, 4, TwoParts>(Weights<4>(all), num_blocks, rows, out, out_stride);
+    return run_in_registers<1, 4, TwoParts, Weights>(all, num_blocks, rows, out, out_stride);
   }
+  const auto shape = row_tiles == 1   ? run_in_registers<1, 2, TwoParts, Weights>
+                     : row_tiles == 2 ? run_in_registers<2, 2, TwoParts, Weights>
+                                      : run_in_registers<3, 2, TwoParts, Weights>;
   unsigned bad = 0;
   for (int t = 0; t < num_tiles; t += 2) {
-    const Weights<2> weights(all.from(t));
-    float* to = out + t * kTileRows;
-    const unsigned pair = row_tiles == 1 ? run_in_registers<1, 2, TwoParts>(weights, num_blocks, rows, to, out_stride)
-                          : row_tiles == 2
-                              ? run_in_registers<2, 2, TwoParts>(weights, num_blocks, rows, to, out_stride)
-                              : run_in_registers<3, 2, TwoParts>(weights, num_blocks, rows, to, out_stride);
-    bad |= pair << t;
+    bad |= shape(all.from(t), num_blocks, rows, out + t * kTileRows, out_stride) << t;
   }
   return bad;
 }
 
 unsigned gemm_bf16(const WeightTiles& weights, int num_tiles, int64_t num_blocks, const PackedRows& rows, int num_rows,
                    float* out, int64_t out_stride) {
+  configure(rows.tile_rows);
   const bool two = rows.low != nullptr;
   const auto function = weights.tiles != nullptr ? (two ? run<true, Mxfp4Weights> : run<false, Mxfp4Weights>)
                                                  : (two ? run<true, Bf16Weights> : run<false, Bf16Weights>);
