@@ -60,6 +60,10 @@ def hopper_kernels() -> None:
                 for batch_invariant in (False, True):
                     moe_ops.fused_mxfp4_moe(x, ids, weights, **arguments, batch_invariant=batch_invariant)
                 moe_ops.fused_mxfp4_moe(x.half(), ids.long(), weights, **arguments)
+            for num_tokens in (1, 6):  # every slot of a token with another expert
+                x, ids, weights = batch(num_tokens, hidden, 8, 4)
+                ids = torch.arange(4, dtype=torch.int32, device="cuda") * 2 + ids.clamp(0, 1)
+                moe_ops.fused_mxfp4_moe(x, ids, weights, **arguments)
             # Tiles of up to 64, 96 and 152 tokens.
             for num_tokens, kernel in () if wide_scales else ((70, "narrow"), (150, "narrow"), (330, "wide")):
                 inputs = batch(num_tokens, hidden, 8, 4)

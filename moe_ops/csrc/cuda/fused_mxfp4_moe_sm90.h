@@ -45,6 +45,9 @@ size_t decode_scratch_words(const Problem& problem);
 // False where an activation row does not fit in shared memory.
 bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
+// The same for at most 8 tokens and 64 slots, which decode() calls where it can. Its bits are its own.
+bool decode_few_supports(const Problem& problem, const DecodeScratch& scratch, int num_sms);
+cudaError_t decode_few(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
 
 // Larger batches: one matrix at a time, over rows sorted by expert.
 constexpr int kNarrowTokens = 64, kMiddleTokens = 96, kWideTokens = 152;  // most tokens of a tile

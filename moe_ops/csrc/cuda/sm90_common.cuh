@@ -115,13 +115,14 @@ MOE_OPS_DEVICE uint2 load_volatile2(const void* p) {
 }
 
 // Eight codes of one row and one scale group -> four fp16 pairs that hold their values times 2^-14, exactly: a code's
-// exponent and mantissa bits are placed at bits 11..9, those of an fp16 that may be subnormal.
+// exponent and mantissa bits are placed at bits 11..9, those of an fp16 that may be subnormal, and its sign at bit 15.
+// Of the second half of the codes one multiplication moves both; what it leaves elsewhere carries into neither.
 MOE_OPS_DEVICE void dequantize(uint32_t codes, uint32_t (&out)[4]) {
-  constexpr uint32_t kBoth = 0x8E008E00u, kMagnitude = 0x0E000E00u, kSign = 0x80008000u;
+  constexpr uint32_t kBoth = 0x8E008E00u;
   out[0] = codes & kBoth;
   out[1] = (codes << 3) & kBoth;
-  out[2] = ((codes << 6) & kMagnitude) | ((codes << 1) & kSign);
-  out[3] = ((codes << 9) & kMagnitude) | ((codes << 2) & kSign);
+  out[2] = ((codes & 0x40384038u) * ((1 << 6) + (1 << 1))) & kBoth;
+  out[3] = ((codes & 0x20072007u) * ((1 << 9) + (1 << 2))) & kBoth;
 }
 MOE_OPS_DEVICE void mma_f16(float (&d)[4], const float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                             uint32_t b0, uint32_t b1) {

@@ -41,24 +41,32 @@ __device__ void combine(const Params& p, const Shared& s) {
     const int token = i / columns, column = (i - token * columns) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
     const float* from = p.down + static_cast<int64_t>(token) * q.top_k * q.hidden_size + column;
-#pragma unroll 4
-    for (int k = 0; k < q.top_k; ++k) {
-      const int slot = token * q.top_k + k;
-      const float w = s.weight[slot];
-      if (w != 0.0f) {
-        // Memory of a second piece that does not exist is read and not used.
-        const int cut = load_l2_int(p.cut[1] + slot * p.phase[1].strips + column / 16);
-        float4 v = load_l2_float4(from + static_cast<int64_t>(k) * q.hidden_size);
-        const float4 more = load_l2_float4(from + step + static_cast<int64_t>(k) * q.hidden_size);
-        if (cut != 0) {
-          v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
-        }
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (int k = 0; k < q.top_k; k += kAhead) {
+      // All loads begin at once. Memory of a second piece that does not exist, or of a slot that takes no part, is read
+      // and not used.
+      float4 v[kAhead], more[kAhead];
+      int cut[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int at = min(k + j, q.top_k - 1);
+        cut[j] = load_l2_int(p.cut[1] + (token * q.top_k + at) * p.phase[1].strips + column / 16);
+        v[j] = load_l2_float4(from + static_cast<int64_t>(at) * q.hidden_size);
+        more[j] = load_l2_float4(from + step + static_cast<int64_t>(at) * q.hidden_size);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int slot = token * q.top_k + k + j;
+        const float w = k + j < q.top_k ? s.weight[slot] : 0.0f;
+        if (w == 0.0f) continue;
+        if (cut[j] != 0) v[j].x += more[j].x, v[j].y += more[j].y, v[j].z += more[j].z, v[j].w += more[j].w;
         if (q.w2_bias != nullptr) {
           const float* bias = q.w2_bias + static_cast<int64_t>(s.expert[slot]) * q.hidden_size + column;
-          v.x += __ldg(bias), v.y += __ldg(bias + 1), v.z += __ldg(bias + 2), v.w += __ldg(bias + 3);
+          v[j].x += __ldg(bias), v[j].y += __ldg(bias + 1), v[j].z += __ldg(bias + 2), v[j].w += __ldg(bias + 3);
         }
-        sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y);
-        sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+        sum.x = fmaf(w, v[j].x, sum.x), sum.y = fmaf(w, v[j].y, sum.y);
+        sum.z = fmaf(w, v[j].z, sum.z), sum.w = fmaf(w, v[j].w, sum.w);
       }
     }
     store_output(q.output, q.output_type, static_cast<int64_t>(token) * q.hidden_size + column, sum);
@@ -83,18 +91,26 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
     }
   }
-  if (warp < kWarps && lane < kMaxStages) barrier_init(smem_address(&s.arrived[warp][lane]), 1);
-  if (tid < kTileSlots) {
-    barrier_init(smem_address(&s.tile_open[tid]), 1);
-    barrier_init(smem_address(&s.tile_done[tid]), kWarps);
+  // A barrier takes some 50 cycles to make, one after the other in a warp: every warp makes its own.
+  if (elect_one()) {
+    if (warp < kWarps) {
+#pragma unroll 1
+      for (int i = 0; i < p.stages; ++i) barrier_init(smem_address(&s.arrived[warp][i]), 1);
+      barrier_init(smem_address(&s.part_ready[0][warp]), 1);
+      barrier_init(smem_address(&s.part_ready[1][warp]), 1);
+    } else if (warp == kWarps) {
+#pragma unroll 1
+      for (int i = 0; i < kTileSlots; ++i) barrier_init(smem_address(&s.tile_open[i]), 1);
+    } else if (warp == kWarps + 1) {
+#pragma unroll 1
+      for (int i = 0; i < kTileSlots; ++i) barrier_init(smem_address(&s.tile_done[i]), kWarps);
+    } else if (warp == kWarps + 2) {
+      barrier_init(smem_address(&s.first_ready[0]), kWarps + kHelperWarps);
+      barrier_init(smem_address(&s.first_ready[1]), kWarps + kHelperWarps);
+      barrier_init(smem_address(&s.phase_done), kWarps);
+      barrier_init(smem_address(&s.next_phase), 1);
+    }
   }
-  if (tid < 2) barrier_init(smem_address(&s.first_ready[tid]), kWarps + kHelperWarps);
-  if (tid < 2 * kWarps) barrier_init(smem_address(&s.part_ready[0][0] + tid), 1);
-  if (tid == 0) {
-    barrier_init(smem_address(&s.phase_done), kWarps);
-    barrier_init(smem_address(&s.next_phase), 1);
-  }
-  if (tid < 4) reinterpret_cast<uint32_t*>(s.zero)[tid] = 0;
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   Stream stream{p,
                 s,
@@ -138,7 +154,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
       helper.run<1>();
     if (which == 1) break;
     if (warp < kWarps) {
-      __threadfence();
       __syncwarp();
       if (lane == 0) barrier_arrive(smem_address(&s.phase_done));
     } else if (tid == kConsumers) {
@@ -148,7 +163,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     }
     __syncwarp();
   }
-  __threadfence();
   __syncthreads();
   if (tid == 0) grid_barrier(p.counters + 1);
   __syncthreads();
@@ -213,10 +227,11 @@ bool decode_supports(const Problem& q) {
 }
 size_t decode_scratch_words(const Problem& q) {
   const size_t slots = static_cast<size_t>(q.num_tokens) * q.top_k;
-  return slots * (4 * q.intermediate_size + 2 * q.hidden_size + q.intermediate_size / 8 + q.hidden_size / 16);
+  return slots * (5 * q.intermediate_size + 2 * q.hidden_size + q.intermediate_size / 8 + q.hidden_size / 16);
 }
 
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream) {
+  if (decode_few_supports(problem, scratch, num_sms)) return decode_few(problem, scratch, num_sms, stream);
   if (!decode_supports(problem)) return cudaErrorInvalidValue;
   const auto kernel = scratch.all_scales ? decode_kernel<true> : decode_kernel<false>;
   const cudaError_t allowed = scratch.all_scales ? allow_shared<decode_kernel<true>>(kSharedLimit)

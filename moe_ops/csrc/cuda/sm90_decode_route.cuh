@@ -1,7 +1,7 @@
 // Structures of the decode kernel, and how every block finds out what it has to do. See sm90_decode.cu.
 #pragma once
 
-#include "sm90_common.cuh"
+#include "sm90_decode_common.cuh"
 
 namespace moe_ops::sm90 {
 namespace {
@@ -12,8 +12,6 @@ constexpr int kTileTokens = 8;
 constexpr int kStageBlocks = 5;  // most blocks that arrive together
 constexpr int kMaxStages = 8;    // of one warp
 constexpr int kTileSlots = 4;    // tiles whose activations may be in shared memory
-constexpr int kBlockBytes = 1024, kBlockScales = 64;
-constexpr int kSharedLimit = 232448;
 constexpr int kSmallSlots = 16;  // batches whose launch begins with short stages
 
 struct Phase {
@@ -57,7 +55,6 @@ struct alignas(128) Shared {
   uint2 tile[kDecodeSlots];      // x: expert | tokens << 24, y: first place in `order`
   uint16_t order[kDecodeSlots];  // slots by expert
   uint16_t expert[kDecodeSlots];
-  alignas(16) uint8_t zero[16];
   float4 part[2][kWarps][32];  // sums of a warp's first strip, begun by a warp before it
 };
 
@@ -228,10 +225,6 @@ struct Range {
   }
 };
 MOE_OPS_DEVICE Range range_of(const Shared& s, int which) { return {s.bound[2 * which], s.bound[2 * which + 1]}; }
-template <class T>
-MOE_OPS_DEVICE T uniform(T value) {
-  return __shfl_sync(~0u, value, 0);
-}
 
 }  // namespace
 }  // namespace moe_ops::sm90

@@ -7,24 +7,13 @@ namespace moe_ops::sm90 {
 namespace {
 
 // One thread of the block: all blocks of the grid have come here, and what they wrote before is visible.
-MOE_OPS_DEVICE void publish(unsigned* counter, unsigned amount) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(amount) : "memory");
-}
-MOE_OPS_DEVICE void wait_for(const unsigned* counter, unsigned amount) {
-  unsigned seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < amount);
-}
 MOE_OPS_DEVICE void grid_barrier(unsigned* counter) {
   publish(counter, 1);
   wait_for(counter, gridDim.x);
 }
 
-// Loads a tile's activations as fp16 fragments. Each token's 128 k are scaled by a power of two that brings the largest
-// to 2^14..2^15: nothing is lost above 2^-29 of it. What undoes that, and the 2^-14 of the codes, lies behind the row.
-// A warp takes 128 k of one token, a lane 4 of them. kPhase 0: from hidden_states; 1: from the sums of the first
-// matrix, which are activated on the way.
+// Loads a tile's activations as fp16 fragments, see place_fragments. A warp takes 128 k of one token, a lane 4 of them.
+// kPhase 0: from hidden_states; 1: from the sums of the first matrix, which are activated on the way.
 template <int kPhase>
 struct TileLoader {
   const Params& p;
@@ -95,25 +84,10 @@ struct TileLoader {
 
   MOE_OPS_DEVICE void place(int index, const float (&f)[4]) {
     const Phase& ph = p.phase[kPhase];
-    const int lane = threadIdx.x & 31, token = index / ph.blocks, block = index - token * ph.blocks;
+    const int token = index / ph.blocks, block = index - token * ph.blocks;
     int row = first_row + token;
     if (row >= ph.rows) row -= ph.rows;
-    const uint32_t at = activations + row * ph.row_bytes;
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7FFFFFFFu);
-    largest = __reduce_max_sync(~0u, largest);
-    const uint32_t e = min(max(largest >> 23, 15u), 254u);
-    const float factor = __uint_as_float((268 - e) << 23);
-    // k = 4 * lane: group lane / 8, elements 8i + 2t with i = lane / 2 % 4 and t = 2 * (lane % 2)
-    const uint32_t to = at + block * 256 + (lane >> 3) * 64 + (lane & 1) * 32 + (lane >> 1 & 3) * 4;
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      uint32_t pair;
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(f[2 * t + 1] * factor), "f"(f[2 * t] * factor));
-      shared_store1(to + t * 16, pair);
-    }
-    if (lane == 0) shared_store1(at + ph.blocks * 256 + block * 4, e << 23);
+    place_fragments(activations + row * ph.row_bytes, ph.blocks, block, threadIdx.x & 31, f);
   }
 
   // Pieces that a warp takes at once: their loads are in flight together.
@@ -129,14 +103,7 @@ struct TileLoader {
 #pragma unroll 1
       for (int j = 0; j < kAhead && first < end; ++j, first += step) {
         float f[4];
-        if (p.problem.hidden_is_fp16) {
-          const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].x));
-          const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw[0].y));
-          f[0] = low.x, f[1] = low.y, f[2] = high.x, f[3] = high.y;
-        } else {
-          f[0] = __uint_as_float(raw[0].x << 16), f[1] = __uint_as_float(raw[0].x & 0xFFFF0000u);
-          f[2] = __uint_as_float(raw[0].y << 16), f[3] = __uint_as_float(raw[0].y & 0xFFFF0000u);
-        }
+        widen(f, raw[0], p.problem.hidden_is_fp16);
         place(first, f);
 #pragma unroll
         for (int n = 0; n + 1 < kAhead; ++n) raw[n] = raw[n + 1];

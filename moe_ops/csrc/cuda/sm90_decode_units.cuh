@@ -76,71 +76,6 @@ struct Stream {
   }
 };
 
-// A lane's share of one block: codes of rows g and g + 8.
-struct Block {
-  uint4 low, high;
-};
-MOE_OPS_DEVICE void load_full(Block& b, uint32_t at, int lane) {
-  b.low = shared_load4(at + lane * 16);
-  b.high = shared_load4(at + 512 + lane * 16);
-}
-// The last block of a strip, of fewer than 128 k: `words` groups.
-MOE_OPS_DEVICE void load_partial(Block& b, uint32_t at, int words, int lane) {
-  b.low = b.high = make_uint4(0, 0, 0, 0);
-  const uint32_t low = at + lane * 4, high = low + words * 128;
-  b.low.x = shared_load1(low), b.high.x = shared_load1(high);
-  if (words > 1) b.low.y = shared_load1(low + 128), b.high.y = shared_load1(high + 128);
-  if (words > 2) b.low.z = shared_load1(low + 256), b.high.z = shared_load1(high + 256);
-}
-
-// d += 16 rows x 32 k of codes times activations.
-MOE_OPS_DEVICE void multiply_group(float (&d)[4], uint32_t low, uint32_t high, uint4 x) {
-  uint32_t a[4], b[4];
-  dequantize(low, a);
-  dequantize(high, b);
-  mma_f16(d, d, a[0], b[0], a[1], b[1], x.x, x.y);
-  mma_f16(d, d, a[2], b[2], a[3], b[3], x.z, x.w);
-}
-
-// Few tokens leave columns of the tensor-core tile free. They take the token's next groups of 32 k: with kGroups = 4,
-// column 2j + n is token n's group j, zero elsewhere, so that four groups are summed before scales are applied, once.
-// kGroups = 4 for 2 tokens, 2 for 4, 1 for 8. Every group's own sum is the same in all three.
-template <int kGroups>
-struct Columns {
-  static constexpr int kTokens = 8 / kGroups;
-  static MOE_OPS_DEVICE int token(int column) { return column % kTokens; }
-  static MOE_OPS_DEVICE int group(int column) { return column / kTokens; }
-};
-
-// c += one block. x: this lane's column's fragments (of its own group if kGroups > 1), zero: 16 zero bytes, scales: the
-// block's, [row 8][group 4][row half 2], or fewer groups (`words`) in a partial block.
-template <int kGroups, bool kFull>
-MOE_OPS_DEVICE void multiply_block(float (&c)[4], const Block& b, uint32_t x, uint32_t zero, uint32_t scales, int words,
-                                   float back0, float back1, int g, int t) {
-  const uint32_t low[4] = {b.low.x, b.low.y, b.low.z, b.low.w}, high[4] = {b.high.x, b.high.y, b.high.z, b.high.w};
-  const int mine = Columns<kGroups>::group(g);
-  float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int first = 0; first < 4; first += kGroups) {
-    const int j = first + Columns<kGroups>::group(2 * t);
-    uint32_t pair = 0;
-    if (kFull)
-      pair = shared_load_half(scales + g * 8 + j * 2);
-    else if (j < words)
-      pair = shared_load_half(scales + (g * words + j) * 2);
-    float d[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      multiply_group(d, low[first + i], high[first + i],
-                     shared_load4(kGroups == 1 || mine == i ? x + (first + i) * 64 : zero));
-    const float s0 = __uint_as_float((pair << 23) & 0x7F800000u), s1 = __uint_as_float((pair << 15) & 0x7F800000u);
-    sum[0] = fmaf(d[0], s0, sum[0]), sum[1] = fmaf(d[1], s0, sum[1]);
-    sum[2] = fmaf(d[2], s1, sum[2]), sum[3] = fmaf(d[3], s1, sum[3]);
-  }
-  c[0] = fmaf(sum[0], back0, c[0]), c[1] = fmaf(sum[1], back1, c[1]);
-  c[2] = fmaf(sum[2], back0, c[2]), c[3] = fmaf(sum[3], back1, c[3]);
-}
-
 // The same where scale codes are 0 to 255: 2^-127 to 2^127 and NaN. Sums meet their scales in two exact steps, neither
 // of which leaves float32 unless the result does; a weight past float32 is infinite, as it is there.
 MOE_OPS_DEVICE void to_infinity(uint32_t (&pairs)[4], uint32_t scale) {
@@ -227,11 +162,14 @@ struct Consumer {
       if (row >= ph.rows) row -= ph.rows;
       return activations + row * ph.row_bytes;
     };
-    const uint32_t x_row = row_of(Cols::token(g)) + t * 16, zero = smem_address(s.zero);
+    const uint32_t x_row = row_of(Cols::token(g)) + t * 16;
     const uint32_t back0 = row_of(Cols::token(2 * t)) + ph.blocks * 256;
     const uint32_t back1 = row_of(Cols::token(2 * t + 1)) + ph.blocks * 256;
     int from = block;
     float c[4] = {0, 0, 0, 0};
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = make_uint4(0, 0, 0, 0);
     while (true) {
       const int end = block + min(min(stage_limit(p, ph, taken), left), ph.blocks - block);
       ++taken;
@@ -259,14 +197,14 @@ struct Consumer {
             if (i + 1 < full) load_full(raw[1], codes + (i + 1) * kBlockBytes, lane);
           }
           const int at = block + i;
-          multiply_block<kGroups, true>(c, raw[i % 2], x_row + at * 256, zero, scales + i * kBlockScales, 4,
-                                        shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t);
+          multiply_block<kGroups, true>(c, raw[i % 2], x_row + at * 256, scales + i * kBlockScales, 4,
+                                        shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t, v);
         }
         if (end > ph.full_blocks) {
           const int at = ph.full_blocks;
           load_partial(raw[0], codes + full * kBlockBytes, ph.tail_words, lane);
-          multiply_block<kGroups, false>(c, raw[0], x_row + at * 256, zero, scales + full * kBlockScales, ph.tail_words,
-                                         shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t);
+          multiply_block<kGroups, false>(c, raw[0], x_row + at * 256, scales + full * kBlockScales, ph.tail_words,
+                                         shared_load_float(back0 + at * 4), shared_load_float(back1 + at * 4), g, t, v);
         }
       }
       __syncwarp();
@@ -276,14 +214,7 @@ struct Consumer {
       block = end;
       if (block < ph.blocks && left > 0) continue;
 
-      if (kGroups == 4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[i] += __shfl_xor_sync(~0u, c[i], 1);
-      }
-      if (kGroups >= 2) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[i] += __shfl_xor_sync(~0u, c[i], 2);
-      }
+      add_groups<kGroups>(c);
       if (give) {
         s.part[tile_count & 1][warp][lane] = make_float4(c[0], c[1], c[2], c[3]);
         __syncwarp();
