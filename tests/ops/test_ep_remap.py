@@ -166,3 +166,25 @@ def test_swapped_arguments_are_named(ops, device, backend):
     ids, weights = torch.zeros(2, 2, dtype=torch.int64, device=device), torch.zeros(2, 2, device=device)
     with pytest.raises(ValueError, match="topk_ids and topk_weights are swapped"):
         ops.ep_remap(weights, ids, expert_offset=0, num_local_experts=1)
+
+
+@pytest.mark.parametrize("top_k", [4, 8, 16, 32])
+@pytest.mark.parametrize("tokens", [1, 9, 33, 200])
+@pytest.mark.parametrize("by_map", [False, True])
+def test_ids_at_the_limits_of_their_type(ops, device, top_k, tokens, by_map):
+    """Dense rows of ids that wrap around in 32 bits."""
+    for dtype, odd in (
+        (torch.int32, [-(2**31), 2**31 - 1, -1, 5, 12]),
+        (torch.int64, [2**32 + 6, -(2**63), 2**63 - 1, -(2**32) + 6, 2**31 + 6, 5, 12]),
+    ):
+        ids = torch.tensor(odd, dtype=dtype).repeat(tokens * top_k)[: tokens * top_k].view(tokens, top_k)
+        ids[tokens // 2] = odd[0]  # a row without a local expert
+        weights = torch.rand(tokens, top_k, generator=generator(3)) + 0.5
+        where = {"expert_offset": 5, "num_local_experts": 2**31 - 7}
+        if by_map:
+            where = {"expert_map": torch.arange(13, dtype=torch.int32).flip(0) - 3}
+        moved = {name: value.to(device) if by_map else value for name, value in where.items()}
+        for fill in ("reuse", "skip"):
+            actual = ops.ep_remap(ids.to(device), weights.to(device), **moved, fill=fill)
+            for got, wanted in zip(actual, reference.ep_remap(ids, weights, **where, fill=fill), strict=True):
+                assert_same(got, wanted)

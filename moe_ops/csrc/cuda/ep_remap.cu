@@ -1,14 +1,15 @@
 // Global to local expert ids. A group of lanes owns a row of slots and finds its smallest local id by shuffles.
 //
 // Rows without a local expert need the smallest local id of the batch. A small batch is one block's, which knows the
-// minimum itself: its kernel has no loops, 32-bit offsets and, where rows allow, four slots a thread, since at decode
-// sizes starting threads and fetching instructions is most of the time. A larger one leaves the minimum of each block,
-// and a second kernel fills the rows that still miss it.
+// minimum itself; a larger one leaves the minimum of each block, and a second kernel fills the rows that still miss it.
+// At decode sizes starting threads, fetching instructions and parameters, and one load from memory are the time:
+// kernels of one block have no loops, and that for dense rows of 4, 8, 16 or 32 slots has parameters of 48 bytes.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 
 #include "launch.h"
@@ -86,45 +87,137 @@ struct alignas(kSlots * sizeof(T) < 16 ? kSlots * sizeof(T) : 16) Slots {
   T of[kSlots];
 };
 
-// The whole batch in one block: kItems rows of a lane, kSlots neighbouring slots of each. With several slots, rows are
-// contiguous and aligned. Code that is not there need not be fetched: hence kByMap and kReuse.
-template <typename Id, int kItems, int kSlots, bool kByMap, bool kReuse>
+// Of dense rows of 4 to 32 slots, a power of two: four slots a thread, at addresses of 16 bytes.
+struct PackedArguments {
+  const void* topk_ids;
+  const float* topk_weights;
+  int32_t* local_ids;
+  float* local_weights;
+  int32_t expert_offset;
+  int32_t num_local_experts;  // offset + number fit 31 bits
+  int32_t vectors;            // of four slots
+  int32_t lane_bits;          // of a row's vectors
+  const int32_t* expert_map;
+  int32_t expert_map_size;
+};
+
+constexpr uint32_t kForeign = 0xffffffffu;
+
+// Of memory that the kernel does not write. Where warps wait for each other's ids, these must be asked for before
+// weights, which the compiler would do the other way round.
+template <typename T>
+__device__ __forceinline__ void load_in_order(const Slots<4, T>* from, Slots<4, T>& to) {
+  if constexpr (sizeof(T) == sizeof(uint32_t)) {
+    uint32_t of[4];
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(of[0]), "=r"(of[1]), "=r"(of[2]), "=r"(of[3])
+                 : "l"(from));
+    memcpy(&to, of, sizeof(to));
+  } else {
+    uint64_t of[4];
+    asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2];" : "=l"(of[0]), "=l"(of[1]) : "l"(from));
+    asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2 + 16];" : "=l"(of[2]), "=l"(of[3]) : "l"(from));
+    memcpy(&to, of, sizeof(to));
+  }
+}
+
+// The whole batch in one block of kWarps warps, or of up to as many: kFew says that they are exactly as many.
+template <typename Id, bool kByMap, bool kReuse, int kWarps, bool kFew>
+__global__ void __launch_bounds__(kWarps* kWarp) remap_packed(PackedArguments a) {
+  __shared__ __align__(16) uint32_t shared[kWarps];
+  release_successor();
+  const bool inside = threadIdx.x < static_cast<unsigned>(a.vectors);
+  Slots<4, Id> ids = {};
+  Slots<4, float> weights = {};
+  if (inside) {
+    const auto* id = static_cast<const Slots<4, Id>*>(a.topk_ids) + threadIdx.x;
+    const auto* weight = reinterpret_cast<const Slots<4, float>*>(a.topk_weights) + threadIdx.x;
+    if constexpr (kWarps == 1) {
+      ids = *id;
+      weights = *weight;
+    } else {
+      load_in_order(id, ids);
+      load_in_order(weight, weights);
+    }
+  }
+  uint32_t local[4], minimum = kForeign;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    bool owned = inside;
+    if (sizeof(Id) == sizeof(int64_t)) owned = owned && static_cast<uint64_t>(ids.of[j]) >> 32 == 0;
+    const uint32_t id = static_cast<uint32_t>(ids.of[j]);
+    if (kByMap) {
+      owned = owned && id < static_cast<uint32_t>(a.expert_map_size);
+      const int32_t mapped = owned ? a.expert_map[id] : -1;
+      local[j] = mapped >= 0 ? mapped : kForeign;
+    } else {
+      const uint32_t from = id - static_cast<uint32_t>(a.expert_offset);  // negative ids and smaller ones wrap around
+      local[j] = owned && from < static_cast<uint32_t>(a.num_local_experts) ? from : kForeign;
+    }
+    if (local[j] == kForeign) weights.of[j] = 0.0f;
+    minimum = min(minimum, local[j]);
+  }
+  uint32_t smallest = kForeign;
+  if constexpr (kReuse && kWarps > 1) {
+    smallest = __reduce_min_sync(kAllLanes, minimum);
+    if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = smallest;
+    __syncthreads();
+  }
+  if (inside) reinterpret_cast<Slots<4, float>*>(a.local_weights)[threadIdx.x] = weights;
+  uint32_t filler = kForeign;  // which is -1
+  if constexpr (kReuse) {
+    if constexpr (kWarps == 1) {
+      smallest = __reduce_min_sync(kAllLanes, minimum);
+    } else if constexpr (kFew) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; warp += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(shared + warp);
+        smallest = min(smallest, min(min(four.x, four.y), min(four.z, four.w)));
+      }
+    } else {
+      const unsigned lane = threadIdx.x % kWarp;
+      smallest = __reduce_min_sync(kAllLanes, lane < blockDim.x / kWarp ? shared[lane] : kForeign);
+    }
+#pragma unroll 1
+    for (int step = (1 << a.lane_bits) / 2; step > 0; step /= 2) {
+      minimum = min(minimum, __shfl_xor_sync(kAllLanes, minimum, step));
+    }
+    filler = minimum != kForeign ? minimum : smallest == kForeign ? 0 : smallest;
+  }
+  if (!inside) return;
+  Slots<4, uint32_t> result;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) result.of[j] = local[j] == kForeign ? filler : local[j];
+  reinterpret_cast<Slots<4, uint32_t>*>(a.local_ids)[threadIdx.x] = result;
+}
+
+// The whole batch in one block, of any shape: kItems slots of a lane, each of another row. Code that is not there need
+// not be fetched: hence kByMap and kReuse.
+template <typename Id, int kItems, bool kByMap, bool kReuse>
 __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
   __shared__ int32_t shared[kMaxWarps];
   release_successor();
   const int lane = threadIdx.x % kWarp;
-  const int k = (threadIdx.x & ((1 << a.lane_bits) - 1)) * kSlots;
+  const int k = threadIdx.x & ((1 << a.lane_bits) - 1);
   const int first = threadIdx.x >> a.lane_bits, rows = blockDim.x >> a.lane_bits;
-  Slots<kSlots, Id> ids[kItems];
-  Slots<kSlots, float> weights[kItems];
+  Id ids[kItems];
+  float weights[kItems];
   bool inside[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int token = first + i * rows;
     inside[i] = token < a.num_tokens && k < a.top_k;
     if (!inside[i]) continue;
-    const Id* id = static_cast<const Id*>(a.topk_ids) + token * a.id_strides[0] + k * a.id_strides[1];
-    const float* weight = a.topk_weights + token * a.weight_strides[0] + k * a.weight_strides[1];
-    ids[i] = *reinterpret_cast<const Slots<kSlots, Id>*>(id);
-    weights[i] = *reinterpret_cast<const Slots<kSlots, float>*>(weight);
+    ids[i] = static_cast<const Id*>(a.topk_ids)[token * a.id_strides[0] + k * a.id_strides[1]];
+    weights[i] = a.topk_weights[token * a.weight_strides[0] + k * a.weight_strides[1]];
   }
-  Slots<kSlots, int32_t> local[kItems];
-  int32_t minimum[kItems], smallest = kNone;
+  int32_t local[kItems], minimum[kItems], smallest = kNone;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    minimum[i] = kNone;
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-      local[i].of[j] = inside[i] ? local_id(a, kByMap, static_cast<int64_t>(ids[i].of[j])) : -1;
-      if (local[i].of[j] >= 0) {
-        minimum[i] = min(minimum[i], local[i].of[j]);
-      } else {
-        weights[i].of[j] = 0.0f;
-      }
-    }
+    local[i] = inside[i] ? local_id(a, kByMap, static_cast<int64_t>(ids[i])) : -1;
+    minimum[i] = local[i] >= 0 ? local[i] : kNone;
     smallest = min(smallest, minimum[i]);
-    const int at = (first + i * rows) * a.top_k + k;
-    if (inside[i]) *reinterpret_cast<Slots<kSlots, float>*>(a.local_weights + at) = weights[i];
+    if (inside[i]) a.local_weights[(first + i * rows) * a.top_k + k] = local[i] >= 0 ? weights[i] : 0.0f;
   }
   int32_t filler = -1;
   if constexpr (kReuse) {
@@ -144,10 +237,7 @@ __global__ void __launch_bounds__(kThreads) remap_block(BlockArguments a) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int32_t fill = kReuse && minimum[i] != kNone ? minimum[i] : filler;
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) local[i].of[j] = local[i].of[j] >= 0 ? local[i].of[j] : fill;
-    const int at = (first + i * rows) * a.top_k + k;
-    if (inside[i]) *reinterpret_cast<Slots<kSlots, int32_t>*>(a.local_ids + at) = local[i];
+    if (inside[i]) a.local_ids[(first + i * rows) * a.top_k + k] = local[i] >= 0 ? local[i] : fill;
   }
 }
 
@@ -211,22 +301,65 @@ __global__ void __launch_bounds__(kThreads) fill_rows(RemapArguments a, int64_t 
   }
 }
 
-template <typename Id, int kItems, int kSlots>
+template <typename Id, int kItems>
 void remap_in_block(BlockArguments a, bool reuse, const Tensor& on) {
   const int64_t lanes = (static_cast<int64_t>(a.num_tokens) << a.lane_bits);
   LaunchShape shape;
   shape.threads = static_cast<int>(((lanes + kItems - 1) / kItems + kWarp - 1) / kWarp * kWarp);
-  const auto kernel =
-      a.expert_map == nullptr
-          ? (reuse ? remap_block<Id, kItems, kSlots, false, true> : remap_block<Id, kItems, kSlots, false, false>)
-          : (reuse ? remap_block<Id, kItems, kSlots, true, true> : remap_block<Id, kItems, kSlots, true, false>);
+  const auto kernel = a.expert_map == nullptr
+                          ? (reuse ? remap_block<Id, kItems, false, true> : remap_block<Id, kItems, false, false>)
+                          : (reuse ? remap_block<Id, kItems, true, true> : remap_block<Id, kItems, true, false>);
   launch(kernel, shape, on, a);
+}
+
+template <typename Id, bool kByMap, bool kReuse>
+void launch_packed(const PackedArguments& a, const Tensor& on) {
+  constexpr int kFewWarps = 4;
+  LaunchShape shape;
+  shape.threads = (a.vectors + kWarp - 1) / kWarp * kWarp;
+  if (shape.threads == kWarp) return launch(remap_packed<Id, kByMap, kReuse, 1, false>, shape, on, a);
+  if (shape.threads <= kFewWarps * kWarp) {
+    shape.threads = kFewWarps * kWarp;
+    return launch(remap_packed<Id, kByMap, kReuse, kFewWarps, true>, shape, on, a);
+  }
+  launch(remap_packed<Id, kByMap, kReuse, kMaxWarps, false>, shape, on, a);
+}
+
+template <typename Id>
+bool remap_packed_rows(const RemapArguments& a, const Tensor& on) {
+  constexpr int kSlots = 4;
+  const auto packed = [&](const void* at, const int64_t* strides) {
+    return reinterpret_cast<uintptr_t>(at) % 16 == 0 && strides[0] == a.top_k && strides[1] == 1;
+  };
+  const bool shape =
+      a.top_k % kSlots == 0 && a.top_k == 1 << a.lane_bits && a.num_tokens * a.top_k <= kThreads * kSlots;
+  if (!shape || !packed(a.topk_ids, a.id_strides) || !packed(a.topk_weights, a.weight_strides)) return false;
+  if (a.expert_offset > kNone - a.num_local_experts || a.num_local_experts > kNone || a.expert_map_size > kNone)
+    return false;
+  PackedArguments b = {};
+  b.topk_ids = a.topk_ids;
+  b.topk_weights = a.topk_weights;
+  b.local_ids = a.local_ids;
+  b.local_weights = a.local_weights;
+  b.expert_offset = static_cast<int32_t>(a.expert_offset);
+  b.num_local_experts = static_cast<int32_t>(a.num_local_experts);
+  b.vectors = static_cast<int32_t>(a.num_tokens * a.top_k / kSlots);
+  b.lane_bits = a.lane_bits - 2;
+  b.expert_map = a.expert_map;
+  b.expert_map_size = static_cast<int32_t>(a.expert_map_size);
+  if (a.expert_map == nullptr) {
+    a.reuse ? launch_packed<Id, false, true>(b, on) : launch_packed<Id, false, false>(b, on);
+  } else {
+    a.reuse ? launch_packed<Id, true, true>(b, on) : launch_packed<Id, true, false>(b, on);
+  }
+  return true;
 }
 
 // Whether one block did the work.
 template <typename Id>
 bool remap_small(const RemapArguments& a, const Tensor& on) {
-  constexpr int kSlots = 4, kItems = 4;
+  constexpr int kItems = 4;
+  if (remap_packed_rows<Id>(a, on)) return true;
   if (a.num_tokens << a.lane_bits > kThreads * kItems || a.top_k > kWarp) return false;
   BlockArguments b = {};
   b.topk_ids = a.topk_ids;
@@ -246,17 +379,10 @@ bool remap_small(const RemapArguments& a, const Tensor& on) {
   b.num_tokens = static_cast<int32_t>(a.num_tokens);
   b.top_k = a.top_k;
   b.lane_bits = a.lane_bits;
-  const auto packed = [&](const void* at, const int64_t* strides) {
-    return reinterpret_cast<uintptr_t>(at) % 16 == 0 && strides[0] == a.top_k && strides[1] == 1;
-  };
-  if (a.top_k % kSlots == 0 && a.top_k == 1 << a.lane_bits && packed(a.topk_ids, a.id_strides) &&
-      packed(a.topk_weights, a.weight_strides)) {
-    b.lane_bits -= 2;
-    remap_in_block<Id, 1, kSlots>(b, a.reuse, on);
-  } else if (a.num_tokens << a.lane_bits <= kThreads) {
-    remap_in_block<Id, 1, 1>(b, a.reuse, on);
+  if (a.num_tokens << a.lane_bits <= kThreads) {
+    remap_in_block<Id, 1>(b, a.reuse, on);
   } else {
-    remap_in_block<Id, kItems, 1>(b, a.reuse, on);
+    remap_in_block<Id, kItems>(b, a.reuse, on);
   }
   return true;
 }

@@ -104,13 +104,13 @@ __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
 // Exclusive sum over the block of one value per thread; *total gets the sum. All threads call it; it is one barrier.
 __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t* warp_sums, uint32_t* total) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const uint32_t sum = __reduce_add_sync(kAllLanes, value);  // sooner there than the end of the scan
+  if (lane == 0) warp_sums[warp] = sum;
   const uint32_t inclusive = warp_inclusive_sum(value);
-  if (lane == kWarp - 1) warp_sums[warp] = inclusive;
   __syncthreads();
-  const uint32_t sums = warp_inclusive_sum(lane < warps ? warp_sums[lane] : 0);
-  const uint32_t before = __shfl_sync(kAllLanes, sums, warp > 0 ? warp - 1 : 0);
-  *total = __shfl_sync(kAllLanes, sums, kWarp - 1);
-  return inclusive - value + (warp > 0 ? before : 0);
+  const uint32_t other = lane < warps ? warp_sums[lane] : 0;
+  *total = __reduce_add_sync(kAllLanes, other);
+  return inclusive - value + __reduce_add_sync(kAllLanes, lane < warp ? other : 0);
 }
 
 // Counts of this block's slots per bucket.
@@ -335,7 +335,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) place_slots(MapArguments a) {
 
 constexpr int64_t kOneBlock = 512;       // slots up to which one block is enough
 constexpr int64_t kCountedByAll = 8192;  // up to which every block counts all slots; fits 16 bits
-constexpr int64_t kEightEach = 4096;     // up to which a thread counts eight of them, else sixteen
+constexpr int64_t kFourEach = 2048;      // up to which a thread counts four of them
+constexpr int64_t kEightEach = 4096;     // up to which it counts eight, else sixteen
 constexpr int64_t kScanInPlace = 64;     // up to this many blocks, each adds up the counts in front of it by itself
 constexpr int64_t kStaticShared = 1024;
 
@@ -368,17 +369,18 @@ void place(MapArguments a, const Plan& plan, const Tensor& on) {
   launch(place_slots<Id, kPlain, kForm, kVectors>, shape, on, a);
 }
 
-// Eight slots a thread, in half as many threads as four of them take, start sooner; sixteen where 1,024 threads would
-// be needed.
+// Eight slots a thread, in half as many threads as four of them take, start sooner where these would be 1,024; sixteen
+// where eight would need as many.
 template <typename Id, bool kPlain>
 void place_alone(const MapArguments& a, const Plan& plan, const Tensor& on) {
   constexpr int kPerVector = sizeof(uint4) / sizeof(Id);
   const bool vectors = reinterpret_cast<uintptr_t>(a.topk_ids) % sizeof(uint4) == 0 && a.num_slots % kPerVector == 0;
   if constexpr (kPlain) {
-    constexpr int kEight = 8 / kPerVector;
+    constexpr int kFour = 4 / kPerVector;
     if (plan.blocks > 1 && vectors) {
-      if (a.num_slots <= kEightEach) return place<Id, kPlain, Form::kAlone, kEight>(a, plan, on);
-      return place<Id, kPlain, Form::kAlone, 2 * kEight>(a, plan, on);
+      if (a.num_slots <= kFourEach) return place<Id, kPlain, Form::kAlone, kFour>(a, plan, on);
+      if (a.num_slots <= kEightEach) return place<Id, kPlain, Form::kAlone, 2 * kFour>(a, plan, on);
+      return place<Id, kPlain, Form::kAlone, 4 * kFour>(a, plan, on);
     }
   }
   place<Id, kPlain, Form::kAlone, 0>(a, plan, on);
