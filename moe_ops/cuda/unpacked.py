@@ -39,6 +39,10 @@ class PackedMatrix:
     def rows(self) -> int:
         return self.codes.shape[1] * self.codes.shape[2]
 
+    @property
+    def has_words(self) -> bool:
+        return True
+
     def parts(self, schedule: Schedule) -> Iterator[Part]:
         code_bytes, scale_bytes = self.codes[0].numel(), self.scales[0].numel()
         step = min(self.buffer.numel() // (code_bytes + scale_bytes), self.num_experts)

@@ -283,13 +283,16 @@ def gate_up(
     activation: Activation,
     numbers: Arithmetic,
     outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    skipped: tuple[int, ...] = (),
 ) -> None:
     """part: of w13. w13_bias: of all experts. outputs: (hidden, None, None), or (None, gate, up) before the activation;
-    [slots, I]."""
+    [slots, I]. skipped: heights of tiles that are computed elsewhere."""
     schedule = part.schedule
     intermediate, groups = part.codes.shape[1] // 2, part.scales.shape[2]
     unit = vector_width(x)
     for tiles in schedule.classes:
+        if tiles.rows in skipped:
+            continue
         split = split_products(x, tiles.rows)
         blocks = choose(GATE_UP_BLOCKS, numbers.compute, split, tiles, intermediate)
         grid = (tiles.tiles.shape[0] * triton.cdiv(intermediate, blocks.columns),)
@@ -308,11 +311,15 @@ def down(
     w2_bias: torch.Tensor | None,
     numbers: Arithmetic,
     out: torch.Tensor,
+    skipped: tuple[int, ...] = (),
 ) -> None:
-    """part: of w2. w2_bias: of all experts. out: [slots, H] float32; rows without a tile are not written."""
+    """part: of w2. w2_bias: of all experts. out: [slots, H] float32; rows without a tile are not written.
+    skipped: heights of tiles that are computed elsewhere."""
     schedule = part.schedule
     hidden_size, groups = part.codes.shape[1], part.scales.shape[2]
     for tiles in schedule.classes:
+        if tiles.rows in skipped:
+            continue
         split = split_products(hidden, tiles.rows)
         blocks = choose(DOWN_BLOCKS, numbers.compute, split, tiles, hidden_size)
         grid = (tiles.tiles.shape[0] * triton.cdiv(hidden_size, blocks.columns),)

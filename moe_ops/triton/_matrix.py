@@ -34,6 +34,11 @@ class Matrix(Protocol):
     @property
     def rows(self) -> int: ...
 
+    @property
+    def has_words(self) -> bool:
+        """Whether codes can be read four at a time."""
+        ...
+
     def parts(self, schedule: Schedule) -> Iterator[Part]:
         """All experts; a part is good until the next one is asked for."""
         ...
@@ -51,6 +56,10 @@ class CheckpointMatrix:
     @property
     def rows(self) -> int:
         return self.codes.shape[1]
+
+    @property
+    def has_words(self) -> bool:
+        return self.codes.data_ptr() % 2 == 0 and self.codes.storage_offset() % 2 == 0
 
     def parts(self, schedule: Schedule) -> Iterator[Part]:
         yield Part(slice(0, self.num_experts), self.codes, self.scales, schedule)

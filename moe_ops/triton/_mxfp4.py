@@ -92,6 +92,47 @@ def decode(codes, scales, ROWS: tl.constexpr, BYTES: tl.constexpr, COMPUTE: tl.c
     return tl.reshape(low, (ROWS, BYTES)), tl.reshape(high, (ROWS, BYTES))
 
 
+def _words_to_bfloat16(steps: int) -> str:
+    """Two words of four codes, one in each half, to two of each of the four numbers. $5: their block's scale in both
+    halves, times 2^126 where that is not a step of its own."""
+    lines = [".reg .b32 sign, unbias, zero;", "mov.b32 unbias, 0x7E807E80;", "mov.b32 zero, 0x80008000;"]
+    for number in range(4):
+        shift = 6 - 4 * number  # of the magnitude
+        lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 ${number}, $4, {abs(shift)};")
+        lines.append(f"and.b32 ${number}, ${number}, 0x01C001C0;")
+        lines.append(f"shl.b32 sign, $4, {12 - 4 * number};")
+        lines.append(f"lop3.b32 ${number}, sign, 0x80008000, ${number}, 0xEA;")
+        for factor in ["$5"] if steps == 1 else ["unbias", "$5"]:
+            lines.append(f"fma.rn.bf16x2 ${number}, ${number}, {factor}, zero;")
+    return "{" + " ".join(lines) + "}"
+
+
+_WORDS_IN_ONE_STEP = tl.constexpr(_words_to_bfloat16(1))
+_WORDS_IN_TWO_STEPS = tl.constexpr(_words_to_bfloat16(2))
+
+
+@triton.jit
+def decode_words(words, scales, ROWS: tl.constexpr, WORDS: tl.constexpr, EXACT: tl.constexpr):
+    """words [ROWS, WORDS] of four codes, 16 bits, and scales [ROWS, WORDS / 8], uint8, to four times [ROWS, WORDS]
+    bfloat16: the first numbers of all words, the second ones, and so on. Not EXACT: for scale codes up to 128."""
+    if EXACT:
+        bits = _scale_values(scales, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        scale = bits * 0x10001
+    else:
+        scale = (scales.to(tl.int32) + 126) * 0x800080
+    words = tl.reshape(words, (ROWS, WORDS // 8, 8))
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        _WORDS_IN_TWO_STEPS if EXACT else _WORDS_IN_ONE_STEP,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [words, tl.expand_dims(scale, 2)],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+    shape: tl.constexpr = (ROWS, WORDS)
+    return tl.reshape(first, shape), tl.reshape(second, shape), tl.reshape(third, shape), tl.reshape(fourth, shape)
+
+
 @triton.jit
 def even_odd(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS] to its even and its odd columns, which meet the low and the high nibbles."""

@@ -1,8 +1,9 @@
 """fused_mxfp4_moe on CUDA: the portable form, for raw MXFP4 weights on any device since Ampere.
 
 Map, tiles, gate and up with the activation, down, and the weighted sum: five launches for a batch that one class of
-tiles serves. Weights are exact; hidden activations are rounded once, to bfloat16 (11 bits for float16 activations,
-none for float32); sums over top_k are float32 in slot order and rounded once.
+tiles serves, six on Hopper, where low tiles of bfloat16 want rows in another order. Weights are exact; hidden
+activations are rounded once, to bfloat16 (11 bits for float16 activations, none for float32); sums over top_k are
+float32 in slot order and rounded once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from moe_ops._register import MISSING
 from moe_ops.meta.fused_mxfp4_moe import CHECKPOINT, resolve_activation
 from moe_ops.meta.fused_mxfp4_moe import fused_mxfp4_moe as check_and_allocate
 from moe_ops.schema import BY_NAME
+from moe_ops.triton import _expert_words
 from moe_ops.triton._combine_rows import combine_rows
 from moe_ops.triton._expert_matmul import Activation, arithmetic, down, gate_up, row_order
 from moe_ops.triton._launch import as_float32, dense_rows, refuse_hip
@@ -74,12 +76,20 @@ def compute(
             batch_invariant=batch_invariant, tile_rows=numbers.tile_rows,
         )  # fmt: skip
         slots = schedule.row_slot.numel()
+        # Low tiles may have kernels of their own, which want rows in another order.
+        words = _expert_words.serves(x, schedule, w13, w2)
+        skipped = (_expert_words.ROWS,) if words else ()
         hidden = x.new_empty((slots, intermediate), dtype=numbers.stored)
+        ordered = _expert_words.in_word_order(x[tokens]) if words else None
         for part in w13.parts(schedule):
-            gate_up(x[tokens], part, biases[0], order, function, numbers, (hidden, None, None))
+            if ordered is not None:
+                _expert_words.gate_up(ordered, part, biases[0], order, function, hidden)
+            gate_up(x[tokens], part, biases[0], order, function, numbers, (hidden, None, None), skipped)
         rows = x.new_empty((slots, hidden_size), dtype=torch.float32)
         for part in w2.parts(schedule):
-            down(hidden, part, biases[1], numbers, rows)
+            if words:
+                _expert_words.down(hidden, part, biases[1], rows)
+            down(hidden, part, biases[1], numbers, rows, skipped)
         combine_rows(rows, schedule.row_map, weights[tokens], out[tokens])
 
 

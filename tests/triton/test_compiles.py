@@ -5,6 +5,8 @@ No device is needed. What runs elsewhere is tests/ops, in the interpreter and on
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ except ImportError:
     pytest.skip("this Triton compiles only for the device at hand", allow_module_level=True)
 
 from moe_ops.cuda import _repack  # noqa: E402
-from moe_ops.triton import _combine_rows, _expert_gradient, _expert_matmul  # noqa: E402
+from moe_ops.triton import _combine_rows, _expert_gradient, _expert_matmul, _expert_words  # noqa: E402
 
 INT, FLOAT = "i32", "fp32"
 TILES = dict.fromkeys(("row_slot", "tiles", "num_tiles", "starts", "counts"), "*i32")
@@ -85,6 +87,33 @@ def test_down_and_its_gradient(capability):
     }  # fmt: skip
     fixed = constants(blocks, 64, torch.bfloat16) | {"GATHER": True, "WIDTH": 8}
     assert "mma" in compiles(_expert_gradient._by_rows, signature, fixed, capability, blocks)
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_words(narrow, even):
+    sizes = ("top_k", "groups", "units", "intermediate", "row_step", "gate_first", "up_first", "hidden_size")
+    signature = {
+        **TILES, "x": "*bf16", "w13": "*i16", "w13_scale": "*u8", "hidden": "*bf16", "w2": "*i16", "w2_scale": "*u8",
+        "out": "*fp32", **dict.fromkeys(sizes, INT), **dict.fromkeys(("limit", "alpha", "shift"), FLOAT),
+    }  # fmt: skip
+    for kernel, name in ((_expert_words._gate_up, "GATE_UP_BLOCKS"), (_expert_words._down, "DOWN_BLOCKS")):
+        blocks = getattr(_expert_words, f"NARROW_{name}") if narrow else getattr(_expert_words, name)[even]
+        fixed = {
+            "WIDTH": 8, "BLOCK_M": _expert_words.ROWS, "BLOCK_N": blocks.columns, "WORDS": blocks.depth // 4,
+            "EVEN": even, "w13_bias": None, "w2_bias": None,
+        }  # fmt: skip
+        fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+        ptx = compiles(kernel, signature, fixed, 90, blocks)
+        # Weights come from registers: four of them in front of the descriptor of the activations.
+        assert re.search(r"wgmma\.mma_async[^;]*\}, *\{[^;]*\}, *%rd\d+", ptx)
+
+
+def test_rows_are_put_in_the_order_of_words_in_whole_vectors():
+    signature = {"x": "*bf16", "out": "*bf16", "stride_units": INT, "units": INT}
+    fixed = {"WIDTH": 8, "BLOCK": _expert_words.BLOCK_WORDS}
+    ptx = compiles(_expert_words._order, signature, fixed, 90)
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
 def test_rows_are_loaded_in_whole_vectors():

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_ops import reference
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
+from moe_ops.triton._expert_words import in_word_order
 from moe_ops.triton._launch import as_bits, rounded, vector_width
 from moe_ops.triton._mxfp4 import decode, operand
 from moe_ops.triton._permutation_map import permutation_map
@@ -118,3 +119,10 @@ def test_vector_width():
     assert vector_width(rows.reshape(-1)[1:-63].view(3, 64)) == 1  # not aligned
     assert vector_width(torch.empty(4, 66, dtype=torch.bfloat16)[:, :64]) == 1  # rows 132 bytes apart
     assert as_bits(rows).dtype == torch.int16 and as_bits(rows).data_ptr() == rows.data_ptr()
+
+
+@pytest.mark.parametrize("width", [32, 96, 2880, 7168])
+def test_rows_in_the_order_of_words(width):
+    x = torch.randn(3, width + 16, dtype=torch.float32)[:, :width]
+    expected = x.view(3, width // 4, 4).transpose(1, 2).reshape(3, width)
+    assert torch.equal(in_word_order(x), expected)
