@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.triton._expert_matmul import Activation, Blocks, RowOrder, swiglu, tile_rows_of
+from moe_ops.triton._expert_matmul import Activation, Arithmetic, Blocks, RowOrder, swiglu, tile_rows_of
 from moe_ops.triton._launch import dense_rows, kernel, launch, vector_width
 from moe_ops.triton._matrix import Matrix, Part
 from moe_ops.triton._mxfp4 import decode_words
@@ -37,7 +37,7 @@ BLOCK_WORDS = 1024
 
 def serves(x: torch.Tensor, schedule: Schedule, *matrices: Matrix) -> bool:
     """Whether the tiles of ROWS rows are computed here."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if x.dtype != torch.bfloat16 or (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != 9):
         return False
     return all(matrix.has_words for matrix in matrices) and schedule.classes[0].rows == ROWS
 
@@ -81,7 +81,7 @@ def _load_quarters(at, offset, quarter, word, EVEN: tl.constexpr):
 @triton.jit
 def _multiply_add(
     codes, scales, step, quarter, groups, quarters, total, largest, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """(total + weights @ values, largest scale code so far). codes, scales: of the first step."""
     word = step * WORDS + tl.arange(0, WORDS)
@@ -90,18 +90,18 @@ def _multiply_add(
     scale = tl.load(scales + step * (WORDS // 8), mask=(group < groups)[None, :] | EVEN, other=0)
     if not EXACT:
         largest = tl.maximum(largest, scale.to(tl.int32))
-    first, second, third, fourth = decode_words(packed, scale, COLUMNS, WORDS, EXACT)
-    total = tl.dot(first, quarters[0], total)
-    total = tl.dot(second, quarters[1], total)
-    total = tl.dot(third, quarters[2], total)
-    total = tl.dot(fourth, quarters[3], total)
+    first, second, third, fourth = decode_words(packed, scale, COLUMNS, WORDS, COMPUTE, EXACT)
+    total = tl.dot(first, quarters[0].to(COMPUTE), total)
+    total = tl.dot(second, quarters[1].to(COMPUTE), total)
+    total = tl.dot(third, quarters[2].to(COMPUTE), total)
+    total = tl.dot(fourth, quarters[3].to(COMPUTE), total)
     return total, largest
 
 
 @triton.jit
 def _products(
     x, quarter, groups, codes, scales, other_codes, other_scales, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-    WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    WORDS: tl.constexpr, EVEN: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Both products of one tile with the same rows (the second is 0 where there is no other), the largest scale."""
     total = tl.zeros((COLUMNS, BLOCK_M), dtype=tl.float32)
@@ -111,12 +111,13 @@ def _products(
     for step in range(0, tl.cdiv(groups * 8, WORDS)):
         quarters = _load_quarters(x, step * WORDS, quarter, word, EVEN)
         total, largest = _multiply_add(
-            codes, scales, step, quarter, groups, quarters, total, largest, COLUMNS, WORDS, EVEN, EXACT
+            codes, scales, step, quarter, groups, quarters, total, largest, COLUMNS, WORDS, EVEN, COMPUTE, EXACT
         )
         if other_codes is not None:
             other, largest = _multiply_add(
-                other_codes, other_scales, step, quarter, groups, quarters, other, largest, COLUMNS, WORDS, EVEN, EXACT
-            )
+                other_codes, other_scales, step, quarter, groups, quarters, other, largest, COLUMNS, WORDS, EVEN,
+                COMPUTE, EXACT,
+            )  # fmt: skip
     return total, other, tl.max(tl.max(largest, axis=1), axis=0)
 
 
@@ -131,7 +132,7 @@ def _columns(block, place, intermediate, BLOCK_N: tl.constexpr):
 def _gate_up_sums(
     x, row_slot, tiles, tile, starts, counts, w13, w13_scale, top_k, groups, quarter, intermediate, row_step,
     gate_first, up_first, block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
-    EXACT: tl.constexpr,
+    COMPUTE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     expert, row, row_inside = tile_rows_of(tiles, tile, starts, counts, BLOCK_M)
     word = tl.arange(0, WORDS)
@@ -147,8 +148,9 @@ def _gate_up_sums(
         both_codes = w13 + both_row[:, None] * quarter + word[None, :]
         both_scales = w13_scale + both_row[:, None] * groups + group[None, :]
         both, _, largest = _products(
-            x_row, quarter, groups, both_codes, both_scales, None, None, 2 * BLOCK_N, BLOCK_M, WORDS, EVEN, EXACT
-        )
+            x_row, quarter, groups, both_codes, both_scales, None, None, 2 * BLOCK_N, BLOCK_M, WORDS, EVEN, COMPUTE,
+            EXACT,
+        )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
     else:
         column = _columns(block, tl.arange(0, BLOCK_N), intermediate, BLOCK_N)
@@ -159,8 +161,9 @@ def _gate_up_sums(
         gate_scales = w13_scale + gate_row[:, None] * groups + group[None, :]
         up_scales = w13_scale + up_row[:, None] * groups + group[None, :]
         gate, up, largest = _products(
-            x_row, quarter, groups, gate_codes, gate_scales, up_codes, up_scales, BLOCK_N, BLOCK_M, WORDS, EVEN, EXACT
-        )
+            x_row, quarter, groups, gate_codes, gate_scales, up_codes, up_scales, BLOCK_N, BLOCK_M, WORDS, EVEN,
+            COMPUTE, EXACT,
+        )  # fmt: skip
     return gate, up, largest
 
 
@@ -171,7 +174,7 @@ def _gate_up_sums(
 def _gate_up(
     x, row_slot, tiles, num_tiles, starts, counts, w13, w13_scale, w13_bias, hidden, top_k, groups, units, intermediate,
     row_step, gate_first, up_first, limit, alpha, shift, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """As in _expert_matmul. x and hidden are in the order of words; units * WIDTH words are a row of codes."""
     blocks = tl.cdiv(intermediate, BLOCK_N)
@@ -181,13 +184,13 @@ def _gate_up(
     quarter = tl.cast(units, tl.int64) * WIDTH
     gate, up, largest = _gate_up_sums(
         x, row_slot, tiles, tile, starts, counts, w13, w13_scale, top_k, groups, quarter, intermediate, row_step,
-        gate_first, up_first, block, BLOCK_M, BLOCK_N, WORDS, EVEN, False,
+        gate_first, up_first, block, BLOCK_M, BLOCK_N, WORDS, EVEN, COMPUTE, False,
     )  # fmt: skip
     if largest > LARGEST_IN_ONE_STEP:
         # `largest >> 8` is 0, which the compiler does not know: it keeps no addresses for this in registers.
         gate, up, largest = _gate_up_sums(
             x, row_slot, tiles, tile + (largest >> 8), starts, counts, w13, w13_scale, top_k, groups, quarter,
-            intermediate, row_step, gate_first, up_first, block, BLOCK_M, BLOCK_N, WORDS, EVEN, True,
+            intermediate, row_step, gate_first, up_first, block, BLOCK_M, BLOCK_N, WORDS, EVEN, COMPUTE, True,
         )  # fmt: skip
     expert, row, row_inside = tile_rows_of(tiles, tile, starts, counts, BLOCK_M)
     if w13_bias is not None:
@@ -207,7 +210,7 @@ def _gate_up(
 @triton.jit
 def _down_sums(
     hidden, tiles, tile, starts, counts, w2, w2_scale, groups, quarter, hidden_size, block, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     expert, row, row_inside = tile_rows_of(tiles, tile, starts, counts, BLOCK_M)
     word = tl.arange(0, WORDS)
@@ -215,13 +218,14 @@ def _down_sums(
     codes = w2 + weight_row[:, None] * quarter + word[None, :]
     scales = w2_scale + weight_row[:, None] * groups + tl.arange(0, WORDS // 8)[None, :]
     in_row = hidden + tl.where(row_inside, row, 0).to(tl.int64)[None, :] * (quarter * QUARTER) + word[:, None]
-    return _products(in_row, quarter, groups, codes, scales, None, None, BLOCK_N, BLOCK_M, WORDS, EVEN, EXACT)
+    return _products(in_row, quarter, groups, codes, scales, None, None, BLOCK_N, BLOCK_M, WORDS, EVEN, COMPUTE, EXACT)
 
 
 @kernel(sizes=["groups", "units", "hidden_size"], indices=["tiles", "num_tiles", "starts", "counts", "w2_bias"])
 def _down(
     hidden, tiles, num_tiles, starts, counts, w2, w2_scale, w2_bias, out, groups, units, hidden_size,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """As in _expert_matmul; hidden is in the order of words, out is not."""
     blocks = tl.cdiv(hidden_size, BLOCK_N)
@@ -231,12 +235,12 @@ def _down(
     quarter = tl.cast(units, tl.int64) * WIDTH
     total, _, largest = _down_sums(
         hidden, tiles, tile, starts, counts, w2, w2_scale, groups, quarter, hidden_size, block, BLOCK_M, BLOCK_N, WORDS,
-        EVEN, False,
+        EVEN, COMPUTE, False,
     )  # fmt: skip
     if largest > LARGEST_IN_ONE_STEP:
         total, _, largest = _down_sums(
             hidden, tiles, tile + (largest >> 8), starts, counts, w2, w2_scale, groups, quarter, hidden_size, block,
-            BLOCK_M, BLOCK_N, WORDS, EVEN, True,
+            BLOCK_M, BLOCK_N, WORDS, EVEN, COMPUTE, True,
         )  # fmt: skip
     expert, row, row_inside = tile_rows_of(tiles, tile, starts, counts, BLOCK_M)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -262,6 +266,7 @@ def gate_up(
     w13_bias: torch.Tensor | None,
     order: RowOrder,
     activation: Activation,
+    numbers: Arithmetic,
     hidden: torch.Tensor,
 ) -> None:
     """x: in the order of words. hidden: [slots, I]; only rows of tiles of ROWS rows are written, in that order."""
@@ -273,11 +278,14 @@ def gate_up(
         _gate_up, grid, x, schedule.row_slot, tiles.tiles, tiles.count, schedule.starts, schedule.counts,
         part.codes.view(torch.int16), part.scales, part.of(w13_bias), hidden, schedule.top_k, groups, groups,
         intermediate, order.step, order.gate, order.up, activation.limit, activation.alpha, activation.shift, WIDTH=8,
-        BLOCK_M=ROWS, BLOCK_N=blocks.columns, WORDS=blocks.depth // 4, EVEN=even, **blocks.options,
+        BLOCK_M=ROWS, BLOCK_N=blocks.columns, WORDS=blocks.depth // 4, EVEN=even, COMPUTE=numbers.compute,
+        **blocks.options,
     )  # fmt: skip
 
 
-def down(hidden: torch.Tensor, part: Part, w2_bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def down(
+    hidden: torch.Tensor, part: Part, w2_bias: torch.Tensor | None, numbers: Arithmetic, out: torch.Tensor
+) -> None:
     """hidden: in the order of words. out: [slots, H] float32; only rows of tiles of ROWS rows are written."""
     schedule, tiles = part.schedule, part.schedule.classes[0]
     hidden_size, groups = part.codes.shape[1], part.scales.shape[2]
@@ -286,5 +294,5 @@ def down(hidden: torch.Tensor, part: Part, w2_bias: torch.Tensor | None, out: to
     launch(
         _down, grid, hidden, tiles.tiles, tiles.count, schedule.starts, schedule.counts, part.codes.view(torch.int16),
         part.scales, part.of(w2_bias), out, groups, groups, hidden_size, WIDTH=8, BLOCK_M=ROWS,
-        BLOCK_N=blocks.columns, WORDS=blocks.depth // 4, EVEN=even, **blocks.options,
+        BLOCK_N=blocks.columns, WORDS=blocks.depth // 4, EVEN=even, COMPUTE=numbers.compute, **blocks.options,
     )  # fmt: skip

@@ -112,24 +112,41 @@ _WORDS_IN_TWO_STEPS = tl.constexpr(_words_to_bfloat16(2))
 
 
 @triton.jit
-def decode_words(words, scales, ROWS: tl.constexpr, WORDS: tl.constexpr, EXACT: tl.constexpr):
-    """words [ROWS, WORDS] of four codes, 16 bits, and scales [ROWS, WORDS / 8], uint8, to four times [ROWS, WORDS]
-    bfloat16: the first numbers of all words, the second ones, and so on. Not EXACT: for scale codes up to 128."""
-    if EXACT:
-        bits = _scale_values(scales, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-        scale = bits * 0x10001
-    else:
-        scale = (scales.to(tl.int32) + 126) * 0x800080
-    words = tl.reshape(words, (ROWS, WORDS // 8, 8))
-    first, second, third, fourth = tl.inline_asm_elementwise(
-        _WORDS_IN_TWO_STEPS if EXACT else _WORDS_IN_ONE_STEP,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [words, tl.expand_dims(scale, 2)],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+def _number_of_words(words, scale, NUMBER: tl.constexpr):
+    code = words >> (4 * NUMBER)
+    return (((code & 0x8) << 28) | ((code & 0x7) << 22)).to(tl.float32, bitcast=True) * UNBIAS * scale
+
+
+@triton.jit
+def decode_words(words, scales, ROWS: tl.constexpr, WORDS: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr):
+    """words [ROWS, WORDS] of four codes, 16 bits, and scales [ROWS, WORDS / 8], uint8, to four times [ROWS, WORDS] of
+    COMPUTE: the first numbers of all words, the second ones, and so on. Not EXACT: for scale codes up to 128."""
     shape: tl.constexpr = (ROWS, WORDS)
+    words = tl.reshape(words, (ROWS, WORDS // 8, 8))
+    if COMPUTE == tl.bfloat16:  # noqa: SIM300
+        if EXACT:
+            bits = _scale_values(scales, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+            scale = bits * 0x10001
+        else:
+            scale = (scales.to(tl.int32) + 126) * 0x800080
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _WORDS_IN_TWO_STEPS if EXACT else _WORDS_IN_ONE_STEP,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, tl.expand_dims(scale, 2)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        value = _scale_values(scales, tl.float32)
+        if not EXACT:
+            value = tl.where(scales > 128, float("nan"), value)
+        scale = tl.expand_dims(value, 2)
+        words = words.to(tl.int32)
+        first = _number_of_words(words, scale, 0)
+        second = _number_of_words(words, scale, 1)
+        third = _number_of_words(words, scale, 2)
+        fourth = _number_of_words(words, scale, 3)
     return tl.reshape(first, shape), tl.reshape(second, shape), tl.reshape(third, shape), tl.reshape(fourth, shape)
 
 

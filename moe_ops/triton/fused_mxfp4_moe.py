@@ -83,12 +83,12 @@ def compute(
         ordered = _expert_words.in_word_order(x[tokens]) if words else None
         for part in w13.parts(schedule):
             if ordered is not None:
-                _expert_words.gate_up(ordered, part, biases[0], order, function, hidden)
+                _expert_words.gate_up(ordered, part, biases[0], order, function, numbers, hidden)
             gate_up(x[tokens], part, biases[0], order, function, numbers, (hidden, None, None), skipped)
         rows = x.new_empty((slots, hidden_size), dtype=torch.float32)
         for part in w2.parts(schedule):
             if words:
-                _expert_words.down(hidden, part, biases[1], rows)
+                _expert_words.down(hidden, part, biases[1], numbers, rows)
             down(hidden, part, biases[1], numbers, rows, skipped)
         combine_rows(rows, schedule.row_map, weights[tokens], out[tokens])
 

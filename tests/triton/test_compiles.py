@@ -101,7 +101,7 @@ def test_words(narrow, even):
         blocks = getattr(_expert_words, f"NARROW_{name}") if narrow else getattr(_expert_words, name)[even]
         fixed = {
             "WIDTH": 8, "BLOCK_M": _expert_words.ROWS, "BLOCK_N": blocks.columns, "WORDS": blocks.depth // 4,
-            "EVEN": even, "w13_bias": None, "w2_bias": None,
+            "EVEN": even, "COMPUTE": tl.bfloat16, "w13_bias": None, "w2_bias": None,
         }  # fmt: skip
         fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
         ptx = compiles(kernel, signature, fixed, 90, blocks)

@@ -7,12 +7,14 @@ import triton.language as tl
 
 from moe_ops import reference
 from moe_ops.reference.mxfp4 import dequantize_mxfp4
+from moe_ops.triton import _expert_words
 from moe_ops.triton._expert_words import in_word_order
 from moe_ops.triton._launch import as_bits, rounded, vector_width
 from moe_ops.triton._mxfp4 import decode, operand
 from moe_ops.triton._permutation_map import permutation_map
 from moe_ops.triton._schedule import MOST_ROWS, TILE_ROWS, make_schedule
-from tests.support import make_routing
+from moe_ops.triton.fused_mxfp4_moe import fused_mxfp4_moe
+from tests.support import assert_close, make_experts, make_routing, make_rows
 
 
 @triton.jit
@@ -126,3 +128,25 @@ def test_rows_in_the_order_of_words(width):
     x = torch.randn(3, width + 16, dtype=torch.float32)[:, :width]
     expected = x.view(3, width // 4, 4).transpose(1, 2).reshape(3, width)
     assert torch.equal(in_word_order(x), expected)
+
+
+@pytest.mark.parametrize("byte", [120, 140])
+def test_tiles_of_words_of_both_widths_agree(monkeypatch, byte):
+    """140: a scale that is decoded in a second try. Rows of 160 weights end within a step."""
+    calls = []
+    for name in ("gate_up", "down"):
+        function = getattr(_expert_words, name)
+        monkeypatch.setattr(_expert_words, name, lambda *args, function=function: calls.append(0) or function(*args))
+    experts = make_experts(3, 192, 160)
+    experts["w13_bias"], experts["w2_bias"] = torch.randn(3, 384), torch.randn(3, 160)
+    experts["w13_scale"][1, 70] = byte
+    x = make_rows(5, 160, torch.bfloat16)
+    ids, weights = make_routing(5, 2, 3)
+    results = []
+    for narrow in (0, _expert_words.NARROW_PROGRAMS):
+        monkeypatch.setattr(_expert_words, "NARROW_PROGRAMS", narrow)
+        results.append(fused_mxfp4_moe(x, ids, weights, **experts, w13_layout="gate_up", out_dtype=torch.float32))
+    assert len(calls) == 4
+    assert torch.equal(*results)
+    expected = reference.fused_mxfp4_moe(x, ids, weights, **experts, w13_layout="gate_up", out_dtype=torch.float32)
+    assert_close(results[0], expected, max_tol=1e-4, rms_tol=1e-5)
