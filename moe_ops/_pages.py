@@ -18,6 +18,8 @@ POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def _allowed() -> bool:
     """Whether the system leaves huge pages to those who ask; pages of this size are those of a 4 KiB base page."""
+    if os.environ.get("MOE_OPS_HUGE_PAGES", "1") in ("0", ""):
+        return False
     if not sys.platform.startswith("linux") or os.sysconf("SC_PAGE_SIZE") != 4096:
         return False
     try:

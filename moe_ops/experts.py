@@ -176,7 +176,7 @@ class Mxfp4Experts:
     def prepare(self, layout: str = X86_V1) -> PreparedExperts:
         """Repack into `layout`, in the memory of the source tensors: peak memory is the weights and one expert.
         For the CPU, that memory is moved to 2 MiB pages where the system allows it ("never" in
-        /sys/kernel/mm/transparent_hugepage/enabled does not).
+        /sys/kernel/mm/transparent_hugepage/enabled and MOE_OPS_HUGE_PAGES=0 do not).
 
         "x86_v1" is for the CPU, "sm90_v1" for Hopper cards (`moe_ops.cuda.prepare` asks first whether it applies), as
         is "sm90_v1_e4m3", whose large batches may round activations to e4m3 (docs/cuda.md). The
