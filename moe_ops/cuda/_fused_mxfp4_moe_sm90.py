@@ -117,7 +117,11 @@ def _compute(
     grouped = grouped_serves(weight_layout, hidden_states.dtype)
     geometry = Geometry(w13.shape[0], hidden_states.shape[1], intermediate, top_k, grouped)
     plan = _plan(geometry, num_tokens, hidden_states, batch_invariant, kernel)
-    result = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    for name, tensor in zip(("w13", "w13_scale", "w2", "w2_scale"), tensors, strict=True):
+        address = tensor.data_ptr() % 16
+        require(address == 0, op, name, "at a multiple of 16 bytes", f"an address {address} bytes past one")
+    fits = out.is_contiguous() and out.data_ptr() % 16 == 0
+    result = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
     if plan.kernel == "unpacked":
         from moe_ops.cuda.unpacked import matrices_of
         from moe_ops.triton.fused_mxfp4_moe import compute

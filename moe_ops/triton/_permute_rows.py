@@ -49,13 +49,13 @@ def permute_rows(
     refuse_hip()
     num_rows, width = permuted.shape
     placement = torch.empty_like(row_map)
+    hidden_states = dense_rows(hidden_states)  # before the map, which the copy of rows overlaps
     permutation_map(topk_ids, row_map, tokens_per_expert, num_rows=num_rows, placement=placement)
     if topk_ids.numel() == 0:
         permuted.zero_()
         return
     if num_rows == 0 or width == 0:
         return
-    hidden_states = dense_rows(hidden_states)
     kernel = native("_permute_rows", hidden_states)
     if kernel is not None:
         kernel(hidden_states, placement, permuted)

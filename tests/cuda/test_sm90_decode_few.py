@@ -1,4 +1,4 @@
-"""The decode kernel for at most 8 tokens and 64 slots, against the reference.
+"""The decode kernel for at most 8 tokens and 64 slots, against the reference. A few cases are beyond its limits.
 
 Other tests of small batches draw ids with replacement. Here a token's experts differ, unless a test says otherwise."""
 
@@ -63,10 +63,40 @@ def test_sizes(hidden, intermediate, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens, top_k", [(1, 2), (1, 16), (4, 16), (7, 5), (8, 8), (6, 6), (5, 12), (8, 1)])
-@pytest.mark.parametrize("num_experts", [16, 300])
+@pytest.mark.parametrize("num_experts", [16, 300, 1000])
 def test_slots(num_tokens, top_k, num_experts):
     weights, _ = layer(640, 352, num_experts)
     check(weights, routed(num_tokens, 640, num_experts, top_k, seed=top_k))
+
+
+@pytest.mark.parametrize("num_tokens, top_k", [(1, 20), (2, 32)])
+def test_many_slots_of_a_token(num_tokens, top_k):
+    weights, _ = layer(160, 192, 40)
+    check(weights, routed(num_tokens, 160, 40, top_k))
+
+
+def test_one_row_for_all_tokens():
+    weights, _ = layer(640, 352, 16)
+    x, ids, router = routed(6, 640, 16, 6)
+    check(weights, (x[:1].expand(6, -1), ids, router))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40, 300])
+def test_memory_that_begins_anywhere(num_tokens):
+    weights, _ = layer(640, 352, 16)
+    packed = prepare_sm90(*(tensor.clone() for tensor in weights), w13_layout="gate_up")
+    inputs = routed(num_tokens, 640, 16, 6)
+    options = {"w13_layout": "gate_up", "weight_layout": LAYOUT}
+    expected = moe_ops.fused_mxfp4_moe(*inputs, *packed, **options)
+    memory = torch.full((num_tokens * 640 + 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    out = memory[1:-1].view(num_tokens, 640)
+    moe_ops.fused_mxfp4_moe_out(*inputs, *packed, **options, out=out)
+    assert torch.equal(out, expected)
+    assert memory[[0, -1]].isnan().all()
+    moved = torch.empty(packed[2].numel() + 8, dtype=torch.uint8, device="cuda")[8:].view_as(packed[2])
+    moved.copy_(packed[2])
+    with pytest.raises(ValueError, match="w2 must be at a multiple of 16 bytes, got an address 8 bytes past one"):
+        moe_ops.fused_mxfp4_moe(*inputs, *packed[:2], moved, packed[3], **options)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5, 8])

@@ -45,7 +45,9 @@ size_t decode_scratch_words(const Problem& problem);
 // False where an activation row does not fit in shared memory.
 bool decode_supports(const Problem& problem);
 cudaError_t decode(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
-// The same for at most 8 tokens and 64 slots, which decode() calls where it can. Its bits are its own.
+// The same for at most 8 tokens and 64 slots, which decode() calls where it can: neither one_order nor all_scales,
+// top-k 2 to 32, at most 4096 experts, matrices of more than 128 k and intermediate sizes up to 16384, and activations
+// that leave room for three stages of weights. Its bits are its own.
 bool decode_few_supports(const Problem& problem, const DecodeScratch& scratch, int num_sms);
 cudaError_t decode_few(const Problem& problem, const DecodeScratch& scratch, int num_sms, cudaStream_t stream);
 

@@ -97,6 +97,12 @@ MOE_OPS_DEVICE uint32_t shared_load_half(uint32_t address) {
 }
 MOE_OPS_DEVICE float shared_load_float(uint32_t address) { return __uint_as_float(shared_load1(address)); }
 
+// What no block of this grid writes.
+MOE_OPS_DEVICE uint2 load_constant2(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
 // Loads that must see what other blocks of this grid wrote: past L1.
 MOE_OPS_DEVICE float4 load_l2_float4(const void* p) {
   float4 v;
@@ -106,11 +112,6 @@ MOE_OPS_DEVICE float4 load_l2_float4(const void* p) {
 MOE_OPS_DEVICE int load_l2_int(const void* p) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-MOE_OPS_DEVICE uint2 load_volatile2(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
 

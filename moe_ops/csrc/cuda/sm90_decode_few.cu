@@ -1,9 +1,9 @@
 // Decode of few tokens: what the kernel of sm90_decode.cu does, where a call's weights are there after 7 to 100 us and
 // everything else counts. Differences: 16 warps that multiply, for shorter chains of instructions; every token's
 // activations are loaded while the routing is computed; a warp's whole share of both matrices, at most two experts of
-// each, is worked out by four lanes at once; loops are not unrolled, since code is fetched anew by every launch; the
-// first matrix's values are activated by the warp that has their sums; each block sums a few columns of the output over
-// experts, a lane for each slot.
+// each, is worked out by four lanes at once; loops are not unrolled, since code is fetched anew by every launch; hidden
+// values are activated by the warp that has their sums, unless two blocks of the grid share them; each block sums a few
+// columns of the output over experts, a lane for each slot.
 #include <algorithm>
 
 #include "sm90_decode_few_units.cuh"
@@ -28,7 +28,7 @@ MOE_OPS_DEVICE void load_tokens(const Params& p, uint32_t activations, int warp,
       const int at = begin + j * kWarps, token = m.by_blocks.of(at), k = (at - token * m.blocks) * 128 + lane * 4;
       raw[j] = make_uint2(0, 0);
       if (at < pieces && k < m.k)
-        raw[j] = load_volatile2(static_cast<const char*>(q.hidden_states) + (token * q.hidden_stride + k) * 2);
+        raw[j] = load_constant2(static_cast<const char*>(q.hidden_states) + (token * q.hidden_stride + k) * 2);
     }
     if (first) meanwhile();
     first = false;
@@ -158,9 +158,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_few_kernel(const __grid_co
   Shared& s = *reinterpret_cast<Shared*>(shared_memory);
   const int tid = threadIdx.x, warp = uniform(tid >> 5), lane = tid & 31;
   const uint32_t activations = smem_address(shared_memory + sizeof(Shared));
-  // The launch may overlap the end of the kernel before, and the next one's launch the end of this.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   // A barrier takes some 50 cycles to make: every warp makes its own, while its first loads are on their way.
   const auto prepare = [&] {
     if (elect_one()) {
@@ -272,7 +269,7 @@ bool plan(const Problem& q, int num_sms, Params& p) {
       const int area = std::max(q.num_tokens * p.matrix[0].row_bytes, rows * p.matrix[1].row_bytes);
       p.ring[rows] = (static_cast<int>(sizeof(Shared)) + area + 127) / 128 * 128;
       const int stages = (kSharedLimit - static_cast<int>(p.ring[rows])) / (kWarps * p.stage_bytes);
-      p.stages[rows] = static_cast<uint8_t>(std::max(std::min(stages, kMaxStages), 0));
+      p.stages[rows] = std::max(std::min(stages, kMaxStages), 0);
     }
     p.max_stages = p.stages[0];
     if (p.stages[2 * q.num_tokens] >= 2 && p.stages[2] >= 3) return true;
@@ -307,13 +304,11 @@ cudaError_t decode_few(const Problem& problem, const DecodeScratch& scratch, int
   config.dynamicSmemBytes = kSharedLimit;
   config.stream = stream;
   // All blocks must run at once: they wait for each other.
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes;
-  config.numAttrs = 2;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kWarps = 16, kConsumers = kWarps * 32, kThreads = kConsumers + 32;
 constexpr int kSlots = 64, kTokens = 8;
-constexpr int kMaxStages = 8;     // of one warp
+constexpr int kMaxStages = 6;     // of one warp
 constexpr int kMaxStrips = 2048;  // of the first matrix
 constexpr int kFewMaxExperts = 4096;
 
@@ -42,14 +42,15 @@ struct Params {
   Divisor by_grid, by_top_k, by_columns;
   int columns_of_warp;                        // groups of four columns that a warp sums over experts at once
   int stage_blocks, stage_bytes, max_stages;  // stage_blocks: most blocks that arrive together
-  uint8_t stages[2 * kTokens + 1];            // of a ring, by a block's rows of hidden activations
+  int stages[2 * kTokens + 1];                // of a ring, by a block's rows of hidden activations
   uint32_t ring[2 * kTokens + 1];             // where rings begin, likewise
 
   // Per tile: how much of the first matrix is there.
   MOE_OPS_DEVICE unsigned* tile_counters() const { return counters + 4; }
 };
 
-// A warp's run of weights of one expert, `count` units from `begin` on; `block` is the first one's place in its strip.
+// A warp's run of weights of one expert: `count` units from unit `begin` of the tile on; `block` is the first one's
+// place in its strip.
 struct Segment {
   uint64_t codes, scales;
   uint32_t begin, count, block, tile;
@@ -60,7 +61,7 @@ struct alignas(128) Shared {
   uint64_t part_ready[2][kWarps];
   uint64_t phase_done, next_phase;
   Segment segment[kWarps][4];  // of the first matrix two, of the second two
-  Matrix matrix[2];            // from Params: a constant that is indexed at run time takes 100 cycles
+  Matrix matrix[2];            // from Params, where the lanes of a warp index it: 100 cycles for a constant
   uint32_t bound[4];           // this block's units, tile * units + unit: first and end of both matrices
   uint32_t shared_strips[2][kMaxStrips / 32];  // of the first matrix, of this block's two tiles of the second
   int tiles, rows;                             // rows: of this block's hidden activations
@@ -101,9 +102,11 @@ MOE_OPS_DEVICE int find_tiles(const Params& p, Shared& s, uint8_t* tile_of, int 
     tiles += __popc(leaders);
     if (first) s.tile_expert[tile] = static_cast<uint16_t>(expert[1]), s.count[tile] = before + __popc(same);
     if (expert[1] >= 0 && rank < kTokens) s.order[tile * kTokens + rank] = lane + 32;
+    // Weights will come into this memory by another way.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncwarp();
-  // More slots of an expert than there are tokens: a token has chosen it twice. Then each slot has a tile of its own.
+  // More slots of an expert than there are tokens, since tokens have chosen it twice: each slot has a tile of its own.
   const int most = p.problem.num_tokens;
   if (__any_sync(~0u, (lane < tiles && s.count[lane] > most) || (lane + 32 < tiles && s.count[lane + 32] > most))) {
     tiles = 0;
@@ -177,7 +180,7 @@ MOE_OPS_DEVICE void route(const Params& p, Shared& s, uint8_t* tile_of, int lane
 // values this block will need.
 MOE_OPS_DEVICE void find_shared_strips(const Params& p, Shared& s, int lane) {
   const Matrix& m = s.matrix[0];
-  for (int i = lane; i < 2 * kMaxStrips / 32; i += 32) s.shared_strips[0][i] = 0;
+  for (int i = lane; i < kMaxStrips / 32; i += 32) s.shared_strips[0][i] = s.shared_strips[1][i] = 0;
   __syncwarp();
   if (s.tiles * m.strips < 2 * gridDim.x) return;  // none, see divide
   const uint32_t total = s.tiles * m.units, first = s.matrix[1].by_units.of(s.bound[2]);

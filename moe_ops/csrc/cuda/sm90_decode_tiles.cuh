@@ -29,7 +29,7 @@ struct TileLoader {
     const int token = index / ph.blocks, k = (index - token * ph.blocks) * 128 + (threadIdx.x & 31) * 4;
     if (token >= static_cast<int>(entry.x >> 24) || k >= ph.k) return make_uint2(0, 0);
     const int row = s.order[entry.y + token] / q.top_k;
-    return load_volatile2(static_cast<const char*>(q.hidden_states) + (row * q.hidden_stride + k) * 2);
+    return load_constant2(static_cast<const char*>(q.hidden_states) + (row * q.hidden_stride + k) * 2);
   }
 
   // The first matrix's sums of piece `index`: both pieces of a sum, and whether there is a second one. All loads begin
