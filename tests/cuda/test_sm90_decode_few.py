@@ -189,16 +189,18 @@ def test_same_bits_among_other_batches_and_in_a_graph(num_tokens):
         assert torch.equal(outs[3], shifted * 2)
 
 
-def test_two_streams_at_once():
+@pytest.mark.parametrize("tokens", [(1, 4), (2, 40)])
+@pytest.mark.parametrize("priorities", [(0, 0), (0, -1)])
+def test_two_streams_at_once(tokens, priorities):
     weights, _ = layer(2880, 1440, 16)
     packed = prepare_sm90(*weights, w13_layout="gate_up")
     options = {"w13_layout": "gate_up", "weight_layout": LAYOUT}
-    sets = [routed(tokens, 2880, 16, 4, seed=tokens) for tokens in (1, 4)]
+    sets = [routed(count, 2880, 16, 4, seed=count) for count in tokens]
     expected = [moe_ops.fused_mxfp4_moe(*inputs, *packed, **options) for inputs in sets]
-    streams = [torch.cuda.Stream() for _ in sets]
+    streams = [torch.cuda.Stream(priority=priority) for priority in priorities]
     torch.cuda.synchronize()
     outs = [[], []]
-    for _ in range(50):
+    for _ in range(200):
         for stream, inputs, mine in zip(streams, sets, outs, strict=True):
             with torch.cuda.stream(stream):
                 mine.append(moe_ops.fused_mxfp4_moe(*inputs, *packed, **options))
