@@ -27,12 +27,12 @@ CSRC = Path("moe_ops/csrc")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = [
     *AVX2,
-    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "cd", "vnni", "bf16", "vbmi")),
+    *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "cd", "vnni", "vbmi")),
     "-mprefer-vector-width=512",
 ]
 # Flags of the kernels written for one instruction set, by the end of the file's name. Only these files get them.
 ISA_FLAGS = {
-    "x86_64": {"_avx2": AVX2, "_avx512": AVX512, "_amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]},
+    "x86_64": {"_avx2": AVX2, "_avx512": AVX512, "_amx": [*AVX512, "-mamx-tile", "-mamx-bf16"]},
     "aarch64": {"_neon": ["-march=armv8.2-a+dotprod+fp16"]},
 }
 ALL_ISA_SUFFIXES = ("_avx2", "_avx512", "_amx", "_neon")

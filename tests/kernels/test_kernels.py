@@ -31,7 +31,12 @@ def build(folder: Path, compiler: str, machine: str, *extra: str) -> Path:
     suffixes = {suffix for table in isa_flags().values() for suffix in table}
     common = ["-std=c++17", f"-I{CSRC}", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", *extra]
     objects = []
-    sources = [*KERNELS.glob("fused_mxfp4_moe_*.cpp"), KERNELS / "thread_team.cpp", KERNELS / "cpu_features.cpp"]
+    sources = [
+        *KERNELS.glob("fused_mxfp4_moe_*.cpp"),
+        *KERNELS.glob("row_ops_*.cpp"),
+        KERNELS / "thread_team.cpp",
+        KERNELS / "cpu_features.cpp",
+    ]
     for source in [*sorted(sources), ROOT / "tests/kernels/fused_mxfp4_moe_test.cpp"]:
         suffix = next((s for s in suffixes if source.stem.endswith(s)), "")
         if suffix and suffix not in flags:
@@ -66,6 +71,28 @@ def native(tmp_path_factory) -> Path:
 def test_instruction_sets_of_this_machine(native):
     output = run(native)
     assert " 0 failed" in output and "scalar" in output
+
+
+@pytest.mark.parametrize("processor, isa", [("Nehalem", "scalar"), ("Haswell", "avx2")])
+def test_older_x86_processors(native, processor, isa):
+    """No instruction of a better set is reached: not by the kernels, not by the choice between them."""
+    emulator = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
+    if emulator is None or platform.machine() != "x86_64":
+        pytest.skip("needs Debian's qemu-user on x86_64")
+    output = run(emulator, "-cpu", processor, native, isa)
+    assert f" 0 failed, instruction sets: {isa}\n" in output
+
+
+def test_special_instructions_stay_in_their_files(native):
+    """The linker keeps one copy of an inline function for all callers: none may come from a file with special flags."""
+    suffixes = tuple(suffix for table in isa_flags().values() for suffix in table)
+    objects = [path for path in native.parent.glob("*.o") if path.stem.endswith(suffixes)]
+    assert objects
+    for path in objects:
+        symbols = subprocess.run(["nm", "-C", "--defined-only", "--extern-only", path], capture_output=True, text=True)
+        assert symbols.returncode == 0, symbols.stderr
+        functions = [line.split(maxsplit=2)[1:] for line in symbols.stdout.splitlines() if "DW.ref." not in line]
+        assert len(functions) == 1 and functions[0][0] in "TDR", (path.name, functions)
 
 
 def test_aarch64(tmp_path):

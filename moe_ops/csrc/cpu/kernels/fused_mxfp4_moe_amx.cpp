@@ -402,8 +402,6 @@ void pack_block(const float* block, bool permute, uint16_t* high, uint16_t* low)
 const Kernels& amx_kernels() {
   static const Kernels kernels = [] {
     Kernels k = avx512_kernels();
-    k.name = "amx";
-    k.supported = cpu_has_amx_bf16;
     k.pack_row = pack_row;
     k.pack_block = pack_block;
     k.gemm_bf16 = gemm_bf16;

@@ -1,5 +1,4 @@
 // AVX2 and FMA. The 16-bit integer products are those of AVX-512, bit for bit.
-#include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/fused_mxfp4_moe_generic.h"
 #include "cpu/kernels/fused_mxfp4_moe_x86.h"
 
@@ -122,8 +121,6 @@ unsigned gemm_q16(const Tile* tiles, int num_tiles, int64_t num_blocks, const Qu
 const Kernels& avx2_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
-    k.name = "avx2";
-    k.supported = cpu_has_avx2;
     k.widen = widen;
     k.narrow = narrow;
     k.swiglu = swiglu;

@@ -1,5 +1,4 @@
 // AVX-512 with VNNI and VBMI.
-#include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/fused_mxfp4_moe_generic.h"
 #include "cpu/kernels/fused_mxfp4_moe_x86.h"
 
@@ -114,8 +113,6 @@ unsigned gemm_q16(const Tile* tiles, int num_tiles, int64_t num_blocks, const Qu
 const Kernels& avx512_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
-    k.name = "avx512";
-    k.supported = cpu_has_avx512;
     k.widen = widen;
     k.narrow = narrow;
     k.swiglu = swiglu;

@@ -20,7 +20,13 @@ class Backward {
  public:
   Backward(const ExpertWeights& w, const ActivationParams& params, const MoeBatch& batch, const MoeGradients& gradients,
            ThreadTeam& team)
-      : w_(w), params_(params), batch_(batch), grad_(gradients), k_(select_kernels()), view_(w, k_), team_(team) {}
+      : w_(w),
+        params_(params),
+        batch_(batch),
+        grad_(gradients),
+        k_(select_kernels().kernels()),
+        view_(w, k_),
+        team_(team) {}
 
   void run() {
     plan_ = make_plan(w_, batch_, 0, batch_.num_tokens, k_, false, false);

@@ -4,42 +4,43 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/fused_mxfp4_moe_kernels.h"
 
 namespace moe_ops {
 namespace mxfp4 {
 
-const Kernels* const* all_kernels(int* count) {
-  static const Kernels* const table[] = {
+const KernelSet* all_kernels(int* count) {
+  static constexpr KernelSet kTable[] = {
 #if defined(__x86_64__)
-      &amx_kernels(),
-      &avx512_kernels(),
-      &avx2_kernels(),
+      {"amx", cpu_has_amx_bf16, amx_kernels},
+      {"avx512", cpu_has_avx512, avx512_kernels},
+      {"avx2", cpu_has_avx2, avx2_kernels},
 #elif defined(__aarch64__)
-      &neon_kernels(),
+      {"neon", cpu_has_neon_dotprod, neon_kernels},
 #endif
-      &scalar_kernels(),
+      {"scalar", [] { return true; }, scalar_kernels},
   };
-  *count = static_cast<int>(sizeof table / sizeof table[0]);
-  return table;
+  *count = static_cast<int>(sizeof kTable / sizeof kTable[0]);
+  return kTable;
 }
 
-const Kernels& select_kernels() {
+const KernelSet& select_kernels() {
   int count;
-  const Kernels* const* table = all_kernels(&count);
+  const KernelSet* table = all_kernels(&count);
   int first = 0;
   const char* wanted = std::getenv("MOE_OPS_CPU_ISA");
   if (wanted != nullptr && *wanted != '\0') {
     std::string known;
-    for (first = 0; first < count && std::strcmp(table[first]->name, wanted) != 0; ++first) {
-      known += (first ? ", '" : "'") + std::string(table[first]->name) + "'";
+    for (first = 0; first < count && std::strcmp(table[first].name, wanted) != 0; ++first) {
+      known += (first ? ", '" : "'") + std::string(table[first].name) + "'";
     }
     if (first == count) {
       throw std::runtime_error("MOE_OPS_CPU_ISA must be one of " + known + ", got '" + wanted + "'");
     }
   }
-  while (!table[first]->supported()) ++first;
-  return *table[first];
+  while (!table[first].supported()) ++first;
+  return table[first];
 }
 
 }  // namespace mxfp4

@@ -489,7 +489,7 @@ void fused_mxfp4_moe(const ExpertWeights& weights, const ActivationParams& activ
   const int64_t token_bytes = batch.top_k * (4 * h + 8 * i) + 8 * h;
   const int64_t rounds = (batch.num_tokens * token_bytes + mxfp4::kMostBytes - 1) / mxfp4::kMostBytes;
   const int64_t step = (batch.num_tokens + rounds - 1) / rounds;
-  mxfp4::Forward forward(weights, activation, batch, mxfp4::select_kernels(), batch_invariant, team);
+  mxfp4::Forward forward(weights, activation, batch, mxfp4::select_kernels().kernels(), batch_invariant, team);
   for (int64_t t = 0; t < batch.num_tokens; t += step) forward.run(t, std::min(step, batch.num_tokens - t));
 }
 

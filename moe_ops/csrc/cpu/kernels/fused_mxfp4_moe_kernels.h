@@ -58,9 +58,6 @@ struct PackedRows {
 };
 
 struct Kernels {
-  const char* name;
-  bool (*supported)();
-
   void (*widen)(const void* row, DType dtype, int64_t size, float* out);
   void (*narrow)(const float* row, int64_t size, DType dtype, void* out);
   // out[32] = act(gate + bias, up + bias); values of 16 rows of gate, 16 of up, 16 of gate, 16 of up.
@@ -98,10 +95,18 @@ struct Kernels {
   void (*finish)();
 };
 
-// The best kernels that this processor and MOE_OPS_CPU_ISA allow.
-const Kernels& select_kernels();
-// Every set of kernels compiled in, best first; for tests.
-const Kernels* const* all_kernels(int* count);
+// A set of kernels. The file that defines one is compiled for its instructions throughout, so `kernels` runs only where
+// `supported` is true.
+struct KernelSet {
+  const char* name;
+  bool (*supported)();
+  const Kernels& (*kernels)();
+};
+
+// The best set that this processor and MOE_OPS_CPU_ISA allow.
+const KernelSet& select_kernels();
+// Every set compiled in, best first; for tests.
+const KernelSet* all_kernels(int* count);
 
 const Kernels& scalar_kernels();
 #if defined(__x86_64__)

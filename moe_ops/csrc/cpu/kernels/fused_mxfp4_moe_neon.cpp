@@ -1,7 +1,6 @@
 // Armv8.2 with the dot product instructions. The 16-bit integer products are those of AVX-512, bit for bit.
 #include <arm_neon.h>
 
-#include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/fused_mxfp4_moe_generic.h"
 
 namespace moe_ops::mxfp4 {
@@ -122,8 +121,6 @@ unsigned gemm_q16(const Tile* tiles, int num_tiles, int64_t num_blocks, const Qu
 const Kernels& neon_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
-    k.name = "neon";
-    k.supported = cpu_has_neon_dotprod;
     k.widen = widen;
     k.narrow = narrow;
     k.swiglu = swiglu;

@@ -6,8 +6,6 @@ namespace moe_ops::mxfp4 {
 const Kernels& scalar_kernels() {
   static const Kernels kernels = [] {
     Kernels k{};
-    k.name = "scalar";
-    k.supported = [] { return true; };
     k.widen = widen;
     k.narrow = narrow;
     k.swiglu = swiglu;

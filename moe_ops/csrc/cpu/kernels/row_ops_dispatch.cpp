@@ -1,6 +1,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cpu/kernels/cpu_features.h"
 #include "cpu/kernels/row_ops.h"
 
 namespace moe_ops {
@@ -23,11 +24,8 @@ const RowOps& choose() {
 #if defined(__x86_64__)
   // Best first. MOE_OPS_CPU_ISA names the best that may be used; names that this table does not have (amx) allow all.
   const Choice choices[] = {
-      {&kRowOps_avx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-                            __builtin_cpu_supports("avx512vbmi")},
-      {&kRowOps_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      {&kRowOps_avx512, cpu_has_avx512()},
+      {&kRowOps_avx2, cpu_has_avx2()},
   };
   bool allowed = true;
   for (const Choice& choice : choices) allowed &= !(wanted && std::strcmp(wanted, choice.ops->isa) == 0);
