@@ -379,20 +379,20 @@ void pack_row(const uint16_t* row, int64_t num_blocks, uint16_t* high) {
 }
 
 void pack_block(const float* block, bool permute, uint16_t* high, uint16_t* low) {
-  const auto order = [permute](const F16& x, const F16& y) {
+  const auto order = [permute](const Floats& x, const Floats& y) {
     const __m512i joined =
         _mm512_inserti64x4(_mm512_castsi256_si512(bits<__m256i>(narrow_bf16(x))), bits<__m256i>(narrow_bf16(y)), 1);
     const __m128i group = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     return permute ? _mm512_shuffle_epi8(joined, _mm512_broadcast_i32x4(group)) : joined;
   };
-  const F16 x = load<F16>(block), y = load<F16>(block + 16);
+  const Floats x = load<Floats>(block), y = load<Floats>(block + 16);
   _mm512_storeu_si512(high, order(x, y));
   if (low == nullptr) return;
   // What is not finite has no error to keep: inf - inf would be NaN.
-  const auto error = [](const F16& v) {
-    const F16 rounded = bits<F16>(__builtin_convertvector(narrow_bf16(v), U16) << 16);
-    const I16 finite = (bits<I16>(v) & 0x7F800000) != 0x7F800000;
-    return bits<F16>(bits<I16>(v - rounded) & finite);
+  const auto error = [](const Floats& v) {
+    const Floats rounded = bits<Floats>(__builtin_convertvector(narrow_bf16(v), Words) << 16);
+    const Ints finite = (bits<Ints>(v) & 0x7F800000) != 0x7F800000;
+    return bits<Floats>(bits<Ints>(v - rounded) & finite);
   };
   _mm512_storeu_si512(low, order(error(x), error(y)));
 }

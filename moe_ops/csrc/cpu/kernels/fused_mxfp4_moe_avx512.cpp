@@ -10,7 +10,7 @@ constexpr int kPrefetchBytes = 4096;
 alignas(64) const float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                      -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-inline void decode_block(const uint8_t* codes, const uint8_t* scales, F16* weights) {
+inline void decode_block(const uint8_t* codes, const uint8_t* scales, float (*weights)[kTileRows]) {
   const __m512 scale = bits<__m512>(widen_scales(scales)), table = _mm512_load_ps(kE2m1);
   for (int j = 0; j < 4; ++j) {
     const __m512i dwords = _mm512_loadu_si512(codes + 64 * j);
@@ -18,7 +18,7 @@ inline void decode_block(const uint8_t* codes, const uint8_t* scales, F16* weigh
     for (int n = 0; n < 8; ++n) {
       // The permutation reads the low four bits of its index only.
       const __m512 value = _mm512_permutexvar_ps(_mm512_srli_epi32(dwords, 4 * n), table);
-      weights[8 * j + n] = bits<F16>(_mm512_mul_ps(value, scale));
+      _mm512_store_ps(weights[8 * j + n], _mm512_mul_ps(value, scale));
     }
   }
 }

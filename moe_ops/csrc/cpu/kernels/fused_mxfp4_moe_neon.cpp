@@ -9,10 +9,9 @@ namespace {
 constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Magnitudes through the byte table; the sign of -0 is lost, which no sum sees but that of a row of zeros.
-inline void decode_block(const uint8_t* codes, const uint8_t* scales, F16* weights) {
-  const F16 wide = widen_scales(scales);
+inline void decode_block(const uint8_t* codes, const uint8_t* scales, float (*weights)[kTileRows]) {
   float32x4_t scale[4];
-  for (int i = 0; i < 4; ++i) scale[i] = vld1q_f32(reinterpret_cast<const float*>(&wide) + 4 * i);
+  for (int i = 0; i < 4; ++i) scale[i] = bits<float32x4_t>(widen_scales(scales + 4 * i));
   const int8x16_t table = vld1q_s8(kTwice);
   for (int j = 0; j < 4; ++j) {
     for (int i = 0; i < 4; ++i) {  // four rows: bytes 4 r + b
@@ -24,7 +23,7 @@ inline void decode_block(const uint8_t* codes, const uint8_t* scales, F16* weigh
           // Byte b of each dword, sign-extended.
           const int32x4_t shifted = vshlq_s32(vreinterpretq_s32_s8(values), vdupq_n_s32(24 - 8 * b));
           const float32x4_t value = vmulq_n_f32(vcvtq_f32_s32(vshrq_n_s32(shifted, 24)), 0.5f);
-          vst1q_f32(reinterpret_cast<float*>(weights + 8 * j + k) + 4 * i, vmulq_f32(value, scale[i]));
+          vst1q_f32(&weights[8 * j + k][4 * i], vmulq_f32(value, scale[i]));
         };
         put(low, 2 * b);
         put(high, 2 * b + 1);
