@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moe_ops._errors import argument_error
+
 # Storage -> byte ranges. A weak reference keeps the address of a storage from being used again, not its memory.
 _REPACKED: dict[int, tuple[StorageWeakRef, list[range]]] = {}
 
@@ -31,3 +33,9 @@ def is_marked(tensor: torch.Tensor) -> bool:
         return False
     mine = _bytes(tensor)
     return any(mine.start < other.stop and other.start < mine.stop for other in ranges)
+
+
+def require_unmarked(op: str, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and is_marked(tensor):
+            raise argument_error(op, name, "checkpoint bytes", "memory that prepare() has repacked")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops import _repacked
 from moe_ops._errors import argument_error, require
 from moe_ops.reference.cpu_moe_submit import EXPERTS
 from moe_ops.reference.mxfp4 import quantize_mxfp4
@@ -152,6 +153,7 @@ class CpuExperts(nn.Module):
         """
         if w2 is None:
             raise argument_error(OP, "w2", "a tensor", "None")
+        _repacked.require_unmarked(OP, w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
         shared = self.shared
         if shared.weight_format == "bfloat16":
             require(w13_scale is None and w2_scale is None, OP, "w13_scale", "None for bfloat16 experts", "a tensor")

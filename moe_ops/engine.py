@@ -123,7 +123,9 @@ class CpuMoeEngine:
         max_jobs: int = 256,
         system_root: str = "/",
     ) -> None:
-        require(threads is None or threads > 0, OP, "threads", "None or at least 1", repr(threads))
+        whole = threads is None or (isinstance(threads, int) and threads > 0)
+        require(whole, OP, "threads", "None or at least 1", repr(threads))
+        require(isinstance(max_jobs, int) and max_jobs > 0, OP, "max_jobs", "at least 1", repr(max_jobs))
         nodes: list[int] = []
         count = -1
         if isinstance(numa_nodes, int):

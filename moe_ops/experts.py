@@ -119,6 +119,7 @@ class Mxfp4Experts:
         )
         check_bias(op, "w13_bias", self.w13_bias, self.num_experts, 2 * self.intermediate_size)
         check_bias(op, "w2_bias", self.w2_bias, self.num_experts, self.hidden_size)
+        self._used = False
 
     @classmethod
     def from_float(
@@ -185,12 +186,15 @@ class Mxfp4Experts:
         """
         self._require_unused()
         if layout in (SM90_V1, SM90_V1_E4M3):
-            return self._prepare_sm90(layout)
+            packed = self._prepare_sm90(layout)
+            self._used = True
+            return packed
         known = f"'{X86_V1}', '{SM90_V1}' or '{SM90_V1_E4M3}'"
         require(layout == X86_V1, "prepare", "layout", known, f"'{layout}'")
         for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale):
             require(tensor.device.type == "cpu", "prepare", "the weights", "on cpu", str(tensor.device))
         _repacked.mark(self.w13, self.w13_scale, self.w2, self.w2_scale)
+        self._used = True
         for expert in range(self.num_experts):
             _pack_w13(self.w13[expert], self.w13_scale[expert], self.w13_layout)
             w2, w2_scale = _tiles(self.w2[expert], self.w2_scale[expert])
@@ -226,7 +230,8 @@ class Mxfp4Experts:
         )
 
     def _require_unused(self) -> None:
-        if any(map(_repacked.is_marked, (self.w13, self.w13_scale, self.w2, self.w2_scale))):
+        # Compiled code cannot look memory up, but is guarded by this object's attributes.
+        if self._used or any(map(_repacked.is_marked, (self.w13, self.w13_scale, self.w2, self.w2_scale))):
             raise RuntimeError(
                 "Mxfp4Experts: the weights have been prepared and no longer hold checkpoint bytes; "
                 "use what prepare() returned"
@@ -389,10 +394,16 @@ def _require_file(condition: bool, path: str | os.PathLike[str], expected: str, 
     require(condition, "PreparedExperts.load", str(path), expected, str(actual))
 
 
+def _words(codes: Tensor) -> Tensor:
+    """Contiguous bytes as int32; a copy where their place in the storage is no multiple of four."""
+    codes = codes.contiguous()
+    return (codes if codes.storage_offset() % 4 == 0 else codes.clone()).view(torch.int32)
+
+
 def _tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [n, K / 2] and [n, K / 32] to tiles [n / 16, K / 32, 256] and [n / 16, K / 32, 16]."""
     rows, blocks = scales.shape
-    words = codes.contiguous().view(torch.int32).view(rows // TILE_ROWS, TILE_ROWS, blocks, 4)
+    words = _words(codes).view(rows // TILE_ROWS, TILE_ROWS, blocks, 4)
     packed = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8)
     packed_scales = scales.view(rows // TILE_ROWS, TILE_ROWS, blocks).transpose(1, 2).contiguous()
     return packed.view(rows // TILE_ROWS, blocks, TILE_BLOCK_BYTES), packed_scales
@@ -401,7 +412,7 @@ def _tiles(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(tiles: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of _tiles."""
     count, blocks = tiles.shape[:2]
-    words = tiles.contiguous().view(torch.int32).view(count, blocks, 4, TILE_ROWS)
+    words = _words(tiles).view(count, blocks, 4, TILE_ROWS)
     codes = words.permute(0, 3, 1, 2).contiguous().view(torch.uint8).view(count * TILE_ROWS, blocks * BLOCK // 2)
     return codes, scales.transpose(1, 2).contiguous().view(count * TILE_ROWS, blocks)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,25 @@ import torch  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops.schema import OPS  # noqa: E402
+
+
+def _sum_products_exactly() -> None:
+    """The interpreter multiplies with numpy, whose order of a sum depends on the shape and the processor. In float64
+    the sums of the tests' products are exact or nearly so, which makes the order of a kernel's own steps the only one.
+    """
+    from triton.runtime import interpreter
+
+    numpy = interpreter.np
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        return numpy.matmul(a, b, dtype=numpy.float64 if dtype == numpy.float32 else dtype).astype(dtype)
+
+    interpreter.np = ModuleType("numpy")
+    interpreter.np.__dict__.update(numpy.__dict__, matmul=matmul)
+
+
+if BACKEND == "triton-interpret":
+    _sum_products_exactly()
 
 
 def _namespace() -> SimpleNamespace:

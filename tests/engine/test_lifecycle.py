@@ -98,6 +98,8 @@ def test_quota(tmp_path):
     [
         ({"threads": 100000}, r"threads must be in \[1, \d+\] \(CPUs that this process may use\), got 100000"),
         ({"threads": 0}, "threads must be None or at least 1, got 0"),
+        ({"threads": 2.5}, "threads must be None or at least 1, got 2.5"),
+        ({"max_jobs": 2.5}, "max_jobs must be at least 1, got 2.5"),
         ({"threads": -3}, "threads must be None or at least 1, got -3"),
         ({"numa_nodes": [97]}, r"numa_nodes must be among the usable nodes \[.*\], got \[97\]"),
         ({"numa_nodes": [0, 0]}, r"numa_nodes must be distinct, got \[0, 0\]"),

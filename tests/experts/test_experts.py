@@ -18,6 +18,7 @@ import torch
 import moe_ops
 from moe_ops import _pages
 from moe_ops.experts import Mxfp4Experts, PreparedExperts
+from tests.engine.support import new_engine
 from tests.support import assert_same, make_experts, make_routing, make_rows
 
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
@@ -123,6 +124,44 @@ def test_memory_is_repacked_once():
             use()
     assert_same(layer[1].w13, second.w13)
     layer[1].prepare()
+
+
+def test_engines_refuse_used_weights():
+    experts = make(bias=False)
+    tensors = experts.tensors()
+    experts.prepare()
+    with new_engine() as engine:
+        layer = engine.add_experts("layer", 3, 96, 64, w13_layout="gate_up")
+        with pytest.raises(ValueError, match=r"w13 must be checkpoint bytes, got memory that prepare.* has repacked"):
+            layer.load(tensors)
+        assert not layer.loaded().any()
+
+
+def test_compiled_code_refuses_used_weights():
+    x, (ids, routing) = make_rows(2, 96, torch.bfloat16), make_routing(2, 2, 3)
+    experts = make()
+    call = torch.compile(lambda x: moe_ops.fused_mxfp4_moe(x, ids, routing, **experts.arguments()), backend="eager")
+    call(x)
+    experts.prepare()
+    with pytest.raises(Exception, match="have been prepared"):
+        call(x)
+
+
+def test_any_place_in_a_storage():
+    """Views that start at any byte, as in a file that is read as one tensor."""
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.numel() + 3, dtype=tensor.dtype)[3:].view(tensor.shape).copy_(tensor)
+
+    x, (ids, routing) = make_rows(5, 96, torch.bfloat16), make_routing(5, 2, 3)
+    for layout in LAYOUTS:
+        raw = make(layout)
+        arguments = {k: shifted(v) if isinstance(v, torch.Tensor) else v for k, v in raw.arguments().items()}
+        odd, codes = Mxfp4Experts(**arguments), raw.w13[1].clone()
+        expected = run(raw, x, ids, routing)
+        packed = odd.prepare()
+        assert_same(run(packed, x, ids, routing), expected)
+        assert_same(packed.checkpoint_expert(1)["w13"], codes)
 
 
 def test_wrong_layouts_are_refused():
