@@ -60,6 +60,9 @@ def _squared_error(blocks: torch.Tensor, code: torch.Tensor, scale: torch.Tensor
     return (decoded - blocks).square().sum(dim=-1)
 
 
+QUANTIZED_AT_ONCE = 1 << 17  # elements
+
+
 def quantize_mxfp4(values: torch.Tensor, *, search: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise along the last dimension, whose length is a multiple of 32.
 
@@ -74,6 +77,19 @@ def quantize_mxfp4(values: torch.Tensor, *, search: bool = False) -> tuple[torch
     """
     if values.shape[-1] % BLOCK:
         raise ValueError(f"quantize_mxfp4: values must be a multiple of {BLOCK} wide, got {values.shape[-1]}")
+    width = values.shape[-1]
+    rows = values.reshape(values.shape[:-1].numel(), width)
+    codes = torch.empty(len(rows), width // 2, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(len(rows), width // BLOCK, dtype=torch.uint8, device=values.device)
+    # Float64 copies of a few rows, not of an expert.
+    at_once = max(1, QUANTIZED_AT_ONCE // max(1, width))
+    for first in range(0, len(rows), at_once):
+        part = slice(first, first + at_once)
+        codes[part], scales[part] = _quantize_rows(rows[part], search)
+    return codes.view(*values.shape[:-1], width // 2), scales.view(*values.shape[:-1], width // BLOCK)
+
+
+def _quantize_rows(values: torch.Tensor, search: bool) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = values.to(torch.float64).unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(dim=-1)
     finite = torch.isfinite(amax)

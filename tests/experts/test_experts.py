@@ -325,6 +325,27 @@ def test_peak_memory_is_the_weights_and_one_expert():
     assert grown <= one_expert + 2**22, f"{grown} bytes more than the weights; an expert is {one_expert}"
 
 
+QUANTIZE = """
+import resource, torch
+from moe_ops.reference.mxfp4 import quantize_mxfp4
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+weights = torch.ones(4096, 2048, dtype=torch.bfloat16)
+quantize_mxfp4(weights[:128])  # what the first call costs is not weights
+before = peak()
+quantize_mxfp4(weights)
+print(peak() - before, weights.nbytes)
+"""
+
+
+def test_quantising_an_expert_takes_less_than_the_expert():
+    output = subprocess.run(
+        [sys.executable, "-c", QUANTIZE], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    grown, expert = (int(word) for word in output.split())
+    assert grown <= expert, f"{grown} bytes for an expert of {expert}"
+
+
 def huge_bytes(tensor: torch.Tensor) -> int:
     """Of the mappings that hold a tensor: what lies in huge pages."""
     begin, end, total, inside = tensor.data_ptr(), tensor.data_ptr() + tensor.numel(), 0, False
