@@ -7,6 +7,7 @@ sides' ids are made in stream order: an expert is never counted twice or not at 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_ops._errors import argument_error, require
 from moe_ops.cpu_experts import EXPERT_TENSORS, CpuExperts
 from moe_ops.cuda import slots
 from moe_ops.cuda.prepare import LAYOUT
+from moe_ops.integrations._names import scale_bytes
 
 OP = "HybridExperts"
 LAYOUTS = ("auto", "checkpoint", LAYOUT)
@@ -85,6 +87,7 @@ class HybridExperts(nn.Module):
             "w13_bias": (rows,) if shared.has_w13_bias else None,
             "w2_bias": (hidden,) if shared.has_w2_bias else None,
         }
+        self._expert_shapes = dict(shapes)
         if weight_layout == LAYOUT:
             shapes.update(slots.slot_shapes(hidden, inter))
         for name in EXPERT_TENSORS:
@@ -147,12 +150,17 @@ class HybridExperts(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HybridExperts:
         before = self.expert_map
+        # to_empty, also of a model that holds this layer, comes here with a function that keeps no values.
+        probe = torch.tensor(list(os.urandom(32)), dtype=torch.uint8, device=before.device)
+        moved = fn(probe)
         super()._apply(fn, recurse)
-        # What has come from meta, or through to_empty, may hold anything.
-        if self.expert_map is not before and self.expert_map.device.type != "meta":
-            self.expert_map.fill_(-1)
-            for slot, expert in enumerate(self._residents):
-                self.expert_map[expert] = slot
+        if self.expert_map is before or self.expert_map.device.type == "meta":
+            return self
+        if before.device.type == "meta" or not torch.equal(moved.cpu(), probe.cpu()):
+            self._residents.clear()
+        self.expert_map.fill_(-1)
+        for slot, expert in enumerate(self._residents):
+            self.expert_map[expert] = slot
         return self
 
     # --- residency: between steps ---
@@ -194,12 +202,32 @@ class HybridExperts(nn.Module):
         require(0 <= expert < count, OP, "expert", f"in [0, {count})", str(expert))
         require(expert not in self._residents, OP, "expert", "none of the residents", str(expert))
         require(len(self._residents) < self.num_slots, OP, "expert", "loaded while a slot is free", str(expert))
-        for name in EXPERT_TENSORS:
-            require(getattr(self, name) is None or name in tensors, OP, name, "a tensor", "None")
+        tensors = self._checked(tensors)
         if self.weight_layout == LAYOUT:
             self._check_fits(expert, tensors)
         with torch.no_grad():
             self._fill(expert, tensors)
+
+    def _checked(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One expert in checkpoint layout: all of its tensors and no others, scales as bytes."""
+        unknown = sorted(set(given) - set(EXPERT_TENSORS))
+        require(not unknown, OP, "tensors", f"among {', '.join(EXPERT_TENSORS)}", ", ".join(unknown))
+        tensors = {}
+        for name, shape in self._expert_shapes.items():
+            tensor = given.get(name)
+            if shape is None:
+                require(tensor is None, OP, name, "None, as the experts have none", tensor)
+                continue
+            bias = name.endswith("bias")
+            expected = f"{list(shape)} {'float' if bias else 'uint8'}"
+            if tensor is None or tuple(tensor.shape) != shape:
+                raise argument_error(OP, name, expected, tensor)
+            if name.endswith("scale"):
+                tensor = scale_bytes(name, tensor, OP)
+            fits = tensor.dtype.is_floating_point if bias else tensor.dtype == torch.uint8
+            require(fits, OP, name, expected, tensor)
+            tensors[name] = tensor
+        return tensors
 
     def _wait(self) -> None:
         if self.expert_map.device.type != "cpu":

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ops._errors import require
+from moe_ops import _repacked
+from moe_ops._errors import argument_error, require
 from moe_ops.experts import BIASES, WEIGHTS, X86_V1, Mxfp4Experts, PreparedExperts, sizes_text
+from moe_ops.integrations._names import scale_bytes
 from moe_ops.meta.fused_mxfp4_moe import resolve_activation
 
 
@@ -67,6 +69,7 @@ class FusedMxfp4Experts(nn.Module):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        self._require_bytes()
         return torch.ops.moe_ops.fused_mxfp4_moe(
             hidden_states,
             topk_ids,
@@ -122,6 +125,37 @@ class FusedMxfp4Experts(nn.Module):
             if given not in (None, mine):
                 error_msgs.append(f"{prefix}{name} must be '{mine}', got '{given}'")
                 return
+        state_dict = dict(state_dict)
+        try:
+            state_dict.update(self._given_bytes(state_dict, prefix))
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def _given_bytes(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The packed tensors of a state dict as bytes, which a copy into the buffers would convert by value."""
+        given = {}
+        for name in WEIGHTS:
+            tensor, mine = state_dict.get(prefix + name), getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype == mine.dtype:
+                continue
+            if self.weight_layout != "checkpoint" or not name.endswith("scale"):
+                raise argument_error("load_state_dict", prefix + name, str(mine.dtype), str(tensor.dtype))
+            given[prefix + name] = scale_bytes(prefix + name, tensor, "load_state_dict")
+        if self.weight_layout == "checkpoint":
+            tensors = {name: state_dict.get(prefix + name) for name in WEIGHTS}
+            _repacked.require_unmarked("load_state_dict", **tensors)
+        return given
+
+    def _require_bytes(self) -> None:
+        """Another module or container over the same memory may have repacked it."""
+        if self.weight_layout == "checkpoint":
+            _repacked.require_unmarked(type(self).__name__, **{name: self._buffers[name] for name in WEIGHTS})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of repacked bytes would pass for checkpoint bytes.
+        self._require_bytes()
+        return self.__dict__

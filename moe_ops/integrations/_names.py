@@ -51,7 +51,7 @@ def code_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"load_experts: {name} must be packed uint8, int8 or float4_e2m1fn_x2, got {_dtype(tensor)}")
 
 
-def scale_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def scale_bytes(name: str, tensor: torch.Tensor, op: str = "load_experts") -> torch.Tensor:
     """Scales as E8M0 bytes. Bytes are exponents; a float is a value, which must be a power of two."""
     if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return tensor.view(torch.uint8)
@@ -60,11 +60,9 @@ def scale_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
         encoded = value.to(torch.float8_e8m0fnu)
         same = (encoded.to(torch.float32) == value) | (value.isnan() & encoded.to(torch.float32).isnan())
         if not bool(same.all()):
-            raise ValueError(f"load_experts: {name} must be powers of two from 2^-127 to 2^127, got other values")
+            raise ValueError(f"{op}: {name} must be powers of two from 2^-127 to 2^127, got other values")
         return encoded.view(torch.uint8)
-    raise ValueError(
-        f"load_experts: {name} must be uint8, float8_e8m0fnu, float32 or bfloat16 scales, got {_dtype(tensor)}"
-    )
+    raise ValueError(f"{op}: {name} must be uint8, float8_e8m0fnu, float32 or bfloat16 scales, got {_dtype(tensor)}")
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -252,7 +252,8 @@ class CheckpointWriter:
         waiting = sum(other.nbytes for other in self._waiting.values())
         if self._waiting and waiting + tensor.nbytes > self.max_shard_bytes:
             self._flush()
-        self._waiting[name] = tensor.detach().to("cpu").contiguous()
+        # A copy: what is written is what was given, whatever becomes of it (prepare() repacks in place).
+        self._waiting[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         self.total_bytes += tensor.nbytes
 
     def close(self) -> None:
@@ -273,14 +274,6 @@ class CheckpointWriter:
         from safetensors.torch import save_file
 
         file = self.path / f"part-{len(self._shards):05d}.safetensors"
-        # Clones where one storage backs two tensors (a bias of zeros expanded, tied weights): the format refuses those.
-        seen: set[int] = set()
-        tensors = {}
-        for name, tensor in self._waiting.items():
-            pointer = tensor.untyped_storage().data_ptr()
-            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-            tensors[name] = tensor if whole and pointer not in seen else tensor.clone()
-            seen.add(pointer)
-        save_file(tensors, str(file), metadata=self.metadata)
+        save_file(self._waiting, str(file), metadata=self.metadata)
         self._shards.append((file, list(self._waiting)))
         self._waiting = {}

@@ -35,22 +35,30 @@ def moe_ops_experts(
     """The experts function: `self` is the model's experts module; [T, H], [T, K], [T, K] -> [T, H]."""
     rows, row_map, tokens_per_expert = moe_ops.topk_permute(hidden_states, top_k_index, self.num_experts)
     ends = tokens_per_expert.cumsum(0, dtype=torch.int32)  # [E]
-    # Rows past the last end belong to no expert: grouped products leave them unwritten and nothing below reads them.
-    expert_of_row = None
-    if self.has_bias:
+    # Rows past the last end belong to no expert. Grouped products leave them, and their gradients, unwritten, which
+    # biases and norms would sum up: there they are selected away.
+    expert_of_row, valid = None, None
+    if self.has_bias or self.has_post_expert_norm:
         position = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
+        valid = (position < ends[-1]).unsqueeze(-1)
+    if self.has_bias:
         expert_of_row = torch.searchsorted(ends, position, right=True).clamp(max=self.num_experts - 1)
     projection = "gate_up_proj" if self.has_gate else "up_proj"
-    rows = _grouped_linear(self, projection, rows, ends, expert_of_row)
+    rows = _grouped_linear(self, projection, rows, ends, expert_of_row, valid)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _grouped_linear(self, "down_proj", rows, ends, expert_of_row)
+    rows = _grouped_linear(self, "down_proj", rows, ends, expert_of_row, valid)
     if self.has_post_expert_norm:
         rows = self.post_expert_norm(rows)
     return moe_ops.topk_unpermute(rows.to(hidden_states.dtype), row_map, top_k_weights)
 
 
 def _grouped_linear(
-    module: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, expert_of_row: torch.Tensor | None
+    module: Any,
+    name: str,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    expert_of_row: torch.Tensor | None,
+    valid: torch.Tensor | None,
 ) -> torch.Tensor:
     weight = getattr(module, name)
     weight = weight if module.is_transposed else weight.transpose(-2, -1)  # [E, in, out]
@@ -60,7 +68,9 @@ def _grouped_linear(
         out = torch.ops.transformers.grouped_mm_fallback(rows, weight, offs=ends)
     else:
         out = F.grouped_mm(rows, weight, offs=ends)
-    return out if expert_of_row is None else out + getattr(module, f"{name}_bias")[expert_of_row]
+    if expert_of_row is not None:
+        out = out + getattr(module, f"{name}_bias")[expert_of_row]
+    return out if valid is None else torch.where(valid, out, 0.0)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, moe_ops_experts)

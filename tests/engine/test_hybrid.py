@@ -203,11 +203,44 @@ def test_what_a_resident_must_be(engine):
     for expert, given, text in (
         (1, tensors, "expert must be none of the residents, got 1"),
         (-1, tensors, rf"expert must be in \[0, {E}\), got -1"),
-        (2, {"w13": tensors["w13"]}, "w13_scale must be a tensor, got None"),
+        (2, {"w13": tensors["w13"]}, rf"w13_scale must be \[{2 * I}, {H // 32}\] uint8, got None"),
+        (
+            2,
+            {name: tensor[:1] for name, tensor in tensors.items()},
+            rf"w13 must be \[{2 * I}, {H // 2}\] uint8, got \[1,",
+        ),
+        (2, tensors | {"w2": tensors["w2"].float()}, r"w2 must be .* uint8, got .* float32"),
+        (2, tensors | {"w2_scale": tensors["w2_scale"].int()}, "w2_scale must be uint8, .* got int32"),
+        (2, tensors | {"w13_bias": torch.zeros(2 * I)}, "w13_bias must be None, as the experts have none, got"),
+        (2, tensors | {"w3": tensors["w2"]}, "tensors must be among w13, .*, got w3"),
     ):
         with pytest.raises(ValueError, match=text):
             layer.load_resident(expert, **given)
     assert layer.residents() == [1]
+    for expert, dtype in ((0, torch.float8_e8m0fnu), (2, torch.float32)):
+        layer = moe_ops.HybridExperts(layer.cpu_experts, 1)
+        as_scales = {n: t.view(torch.float8_e8m0fnu).to(dtype) for n, t in tensors.items() if n.endswith("scale")}
+        layer.load_resident(expert, **tensors | as_scales)
+        assert torch.equal(layer.w13_scale[0], tensors["w13_scale"])
+
+
+def test_to_empty_leaves_no_residents(engine):
+    tensors = make_experts(E, I, H)
+    experts = engine.add_experts("emptied", E, H, I, w13_layout="gate_up")
+    experts.load(tensors, on_cpu=[expert >= 2 for expert in range(E)])
+    layer = moe_ops.HybridExperts(experts, 2)
+    model = torch.nn.Sequential(layer)
+    one = [{name: tensor[expert] for name, tensor in tensors.items()} for expert in range(2)]
+    for empty in (
+        lambda: layer.to_empty(device="cpu"),
+        lambda: model.to_empty(device="cpu"),
+        lambda: model.to("meta").to_empty(device="cpu"),
+    ):
+        for expert in range(2):
+            layer.load_resident(expert, **one[expert])
+        assert layer.to(torch.bfloat16).residents() == [0, 1]
+        empty()
+        assert layer.residents() == [] and (layer.expert_map == -1).all()
 
 
 def test_made_on_meta(engine):

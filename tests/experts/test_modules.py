@@ -116,3 +116,39 @@ def test_inside_an_expert_parallel_layer():
     torch.testing.assert_close(rows, expected(raw, inputs), rtol=2e-2, atol=2e-2)
     with torch.inference_mode():
         assert_same(copy.deepcopy(layer)(*inputs), rows)
+
+
+def test_state_dicts_with_scales_of_other_dtypes():
+    """Checkpoints have E8M0 scales as bytes, as float8_e8m0fnu or as values."""
+    raw, _ = make()
+    inputs = batch()
+    tensors = {name: tensor.clone() for name, tensor in raw.tensors().items()}
+    for dtype in (torch.float8_e8m0fnu, torch.float32):
+        _, module = make(seed=1)
+        scales = {name: tensors[name].view(torch.float8_e8m0fnu).to(dtype) for name in ("w13_scale", "w2_scale")}
+        module.load_state_dict(tensors | scales)
+        assert_same(module(*inputs), expected(raw, inputs))
+    _, module = make(seed=1)
+    before = module.w13_scale.clone()
+    for name, value, message in (
+        ("w13_scale", tensors["w13_scale"].float() + 0.5, "w13_scale must be powers of two"),
+        ("w2_scale", tensors["w2_scale"].int(), "w2_scale must be uint8, .* got int32"),
+        ("w13", tensors["w13"].float(), "w13 must be torch.uint8, got torch.float32"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            module.load_state_dict(tensors | {name: value})
+        assert_same(module.w13_scale, before)
+
+
+@on_x86
+def test_modules_over_repacked_memory():
+    raw, first = make()
+    second = FusedMxfp4Experts(raw)
+    saved = second.state_dict()
+    first.prepare()
+    _, other = make(seed=1)
+    for use in (lambda: second(*batch()), lambda: copy.deepcopy(second)):
+        with pytest.raises(ValueError, match="w13 must be checkpoint bytes, got memory that prepare"):
+            use()
+    with pytest.raises(RuntimeError, match="w13 must be checkpoint bytes"):
+        other.load_state_dict(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_only_the_named_experts_in_the_named_order(tmp_path: Path) -> None:
             checkpoint.load_experts(PREFIX, [4])
         with pytest.raises(ValueError, match=r"load_experts: prefix must be .*model\.layers\.3.*, got 'nope'"):
             checkpoint.load_experts("nope")
+
+
+def test_the_file_holds_what_was_given(tmp_path: Path) -> None:
+    """Whatever becomes of the weights before they are written."""
+    experts = make_experts()
+    wanted = copy.deepcopy(in_gpt_oss_order(experts))
+    with CheckpointWriter(tmp_path) as writer:
+        writer.add_experts(PREFIX, experts)
+        bias = torch.ones(3)
+        writer.add("bias", bias)
+        bias.zero_()
+        experts.prepare()
+    with Checkpoint(tmp_path) as checkpoint:
+        assert_same(checkpoint.load_experts(PREFIX), wanted)
+        assert checkpoint.read("bias").tolist() == [1, 1, 1]
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

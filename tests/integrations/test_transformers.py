@@ -133,6 +133,30 @@ def test_sentinels_are_skipped(family: Any) -> None:
     assert actual[1].count_nonzero() == 0
 
 
+def poison(*sizes: int) -> None:
+    """Leave NaN in memory that the next tensors of these many floats are likely to get."""
+    for _ in range(8):
+        blocks = [torch.full((size,), torch.nan) for size in sizes]
+        del blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [[[0, 1], [4, 2], [4, 4], [1, 0]], [[0, -1], [-1, -1], [2, 1], [-1, 2]], [[4, 4]] * 4])
+def test_rows_of_no_expert_have_no_part_in_gradients(dtype: torch.dtype, ids: list[list[int]]) -> None:
+    model, _ = make(gpt_oss, "moe_ops")
+    experts = next(module for _, module in integration.experts_modules(model)).to(dtype)
+    x = torch.randn(4, 64, dtype=dtype, requires_grad=True)
+    poison(512, 1024, 4 * 2 * 64, 4 * 2 * 128)
+    out = integration.moe_ops_experts(experts, x, torch.tensor(ids), torch.rand(4, 2).to(dtype))
+    poison(512, 1024, 4 * 2 * 64, 4 * 2 * 128)
+    out.sum().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+    unused = sorted(set(range(experts.num_experts)) - {expert for row in ids for expert in row})
+    for name, parameter in experts.named_parameters():
+        assert bool(parameter.grad.isfinite().all()), name
+        assert parameter.grad[unused].count_nonzero() == 0, name
+
+
 def dequantised(model: Any) -> Any:
     """The model with every expert weight rounded to MXFP4, still in its own experts modules."""
     for _, module in integration.experts_modules(model):
