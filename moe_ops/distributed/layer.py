@@ -129,6 +129,7 @@ class ExpertParallelMoE(nn.Module):
                 self.spec,
                 workspace=workspace,
                 autograd_mask=self._autograd_mask(hidden_states, topk_weights),
+                combine_dtype=self.combine_dtype,
                 prepare_workspace=lambda plan_tokens, maximum: workspace.grow(
                     plan_tokens,
                     maximum,
@@ -159,7 +160,9 @@ class ExpertParallelMoE(nn.Module):
 
     def _static(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         assert self.capacity is not None
-        route = prepare_static_route(hidden_states, topk_ids, self.spec, self.capacity)
+        route = prepare_static_route(
+            hidden_states, topk_ids, self.spec, self.capacity, combine_dtype=self.combine_dtype
+        )
         self._remember(route)
         expert_rows = self._run_experts(static_dispatch(route), route.expert_ids)
         return static_combine(route, expert_rows, topk_weights)

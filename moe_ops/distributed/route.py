@@ -16,7 +16,16 @@ from moe_ops.distributed import collectives, descriptors
 from moe_ops.distributed.cache import CachedRoute, RouteCache, make_header
 from moe_ops.distributed.descriptors import HOST_TABLE_LIMIT
 from moe_ops.distributed.spec import Route, RouteMetadata, RouteSpec
-from moe_ops.distributed.summary import HEADER_WORDS, OP, Summary, check, header_values, summarise, token_code
+from moe_ops.distributed.summary import (
+    HEADER_WORDS,
+    OP,
+    Summary,
+    check,
+    dtype_bits,
+    header_values,
+    summarise,
+    token_code,
+)
 from moe_ops.distributed.workspace import Workspace
 from moe_ops.meta._checks import FLOATS, FLOATS_TEXT, check_device, check_ids, check_weights
 
@@ -36,6 +45,7 @@ def prepare_topk_route(
     workspace: Workspace | None = None,
     *,
     autograd_mask: int = 0,
+    combine_dtype: torch.dtype | None = None,
     prepare_workspace: PrepareWorkspace | None = None,
 ) -> Route:
     """Permute this rank's tokens and agree with the other ranks on who sends what where. A collective.
@@ -46,6 +56,7 @@ def prepare_topk_route(
     - `tokens_per_expert` `[E]` int32 or int64: trusted counts of a router; without it the ids are counted.
     - `workspace`: leased buffers and caches; required, and claimed by the caller, in dynamic pull mode.
     - `autograd_mask`: what takes part in autograd on this rank; must be the same on all ranks.
+    - `combine_dtype`: of the rows that come back (None: of `hidden_states`); both must be the same on all ranks.
     - `prepare_workspace(plan_tokens, maximum)`: called with agreed numbers before any write, to grow buffers; by
       default the workspace's own `grow`.
 
@@ -64,7 +75,8 @@ def prepare_topk_route(
 
     code = token_code(spec, tokens)
     payload_counts = counts if tokens_per_expert is None else _poisoned_where_wrong(counts, topk_ids, spec)
-    mask = autograd_mask | (_LEASES_BIT if _uses_source_buffer(spec, workspace) else 0)
+    mask = autograd_mask | dtype_bits(hidden_states.dtype, combine_dtype)
+    mask |= _LEASES_BIT if _uses_source_buffer(spec, workspace) else 0
     payload = _payload(header_values(spec, tokens, mask, code), payload_counts, spec, workspace)
     pending = _start_gather(payload, spec)
     direct = _permutes_into_workspace(hidden_states, topk_ids, spec, workspace)

@@ -18,6 +18,7 @@ from moe_ops.distributed import collectives
 from moe_ops.distributed.placement import first_experts, owners
 from moe_ops.distributed.route import count_tokens
 from moe_ops.distributed.spec import RouteSpec
+from moe_ops.distributed.summary import dtype_bits
 from moe_ops.meta._checks import check_ids, check_rows
 
 OP = "prepare_static_route"
@@ -70,9 +71,18 @@ def check_flags(spec: RouteSpec, capacity: int, overflow: torch.Tensor, disagree
 
 
 def prepare_static_route(
-    hidden_states: torch.Tensor, topk_ids: torch.Tensor, spec: RouteSpec, capacity: int
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    spec: RouteSpec,
+    capacity: int,
+    *,
+    combine_dtype: torch.dtype | None = None,
 ) -> StaticRoute:
-    """Permute, gather the counts and lay the rows out for an exchange of equal parts. A collective; can be captured."""
+    """Permute, gather the counts and lay the rows out for an exchange of equal parts. A collective; can be captured.
+
+    `capacity`, the dtype of `hidden_states` and `combine_dtype`, that of the rows that come back (None: the same), must
+    be those of all ranks. They are compared when they are new on this rank, outside captures and compiled code.
+    """
     check_rows(OP, "hidden_states", hidden_states)
     check_ids(OP, topk_ids, hidden_states.shape[0])
     fits = hidden_states.shape[1] == spec.hidden_size
@@ -81,8 +91,9 @@ def prepare_static_route(
     require(capacity >= 1, OP, "capacity", "at least 1", capacity)
 
     if not torch.compiler.is_compiling() and not _capturing(hidden_states.device):
-        agreed = (spec.num_experts, spec.hidden_size, capacity)
-        collectives.agree(agreed, spec.group, hidden_states.device, OP, "RouteSpec and capacity")
+        dtypes = dtype_bits(hidden_states.dtype, combine_dtype)
+        agreed = (spec.num_experts, spec.hidden_size, capacity, dtypes)
+        collectives.agree(agreed, spec.group, hidden_states.device, OP, "RouteSpec, capacity and dtypes")
     counts = count_tokens(topk_ids, spec.num_experts)
     # Word 0 tells ranks that were set up differently; the device compares it, since the host reads nothing.
     header = torch.full((1,), spec.fingerprint, dtype=torch.int32, device=counts.device)

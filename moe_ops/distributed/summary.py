@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ops._errors import dtype_name
 from moe_ops.distributed.collectives import require_equal
 from moe_ops.distributed.placement import first_experts
 from moe_ops.distributed.spec import ALIGNMENT, INT32_MAX, RouteSpec, align
+from moe_ops.meta._checks import FLOATS
 
 OP = "prepare_topk_route"
 HEADER_WORDS = 3
 _CODE_BITS = 4
+_DTYPE_SHIFT = 16
 TOO_MANY_TOKENS = 1
 BAD_ARGUMENT = {
     2: "hidden_states must be [num_tokens, hidden_size] of a floating dtype",
@@ -31,6 +34,17 @@ BAD_ARGUMENT = {
 
 def flags_word(spec: RouteSpec, code: int) -> int:
     return spec.fingerprint << _CODE_BITS | code
+
+
+def dtype_bits(rows: torch.dtype, combined: torch.dtype | None) -> int:
+    """Of the mask: what rows travel as, out and back. A transport does not notice that its ends count other sizes."""
+    codes = {dtype: code for code, dtype in enumerate(FLOATS, start=1)}
+    return (codes.get(rows, 0) | codes.get(combined or rows, 0) << 2) << _DTYPE_SHIFT
+
+
+def _dtypes(mask: int) -> str:
+    names = ["another dtype", *(dtype_name(dtype) for dtype in FLOATS)]
+    return f"{names[mask >> _DTYPE_SHIFT & 3]} and {names[mask >> _DTYPE_SHIFT + 2 & 3]}"
 
 
 def header_values(spec: RouteSpec, tokens: int, autograd_mask: int, code: int) -> tuple[int, int, int]:
@@ -106,8 +120,12 @@ def check(summary: Summary, spec: RouteSpec) -> None:
         raise RuntimeError(f"{OP}: token capacity overflow: at most {limit} tokens per rank, got {list(tokens)}")
     if spec.tokens == "static" and len(set(tokens)) > 1:
         raise RuntimeError(f"{OP}: static routes need the same number of tokens on every rank, got {list(tokens)}")
-    if len(set(summary.masks)) > 1:
-        raise RuntimeError(f"{OP}: autograd participation differs between ranks, got masks {list(summary.masks)}")
+    dtypes = [_dtypes(mask) for mask in summary.masks]
+    if len(set(dtypes)) > 1:
+        raise RuntimeError(f"{OP}: the dtypes of hidden_states and combined rows differ between ranks, got {dtypes}")
+    masks = [mask & ~(15 << _DTYPE_SHIFT) for mask in summary.masks]
+    if len(set(masks)) > 1:
+        raise RuntimeError(f"{OP}: autograd participation differs between ranks, got masks {masks}")
     for rank, count in enumerate(tokens):
         _check_counts(summary, spec, rank, count * spec.top_k)
     most = max(tokens) if spec.max_local_tokens is None else spec.max_local_tokens

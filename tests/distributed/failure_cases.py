@@ -45,6 +45,22 @@ def other_capacity() -> None:
     prepare_static_route(torch.zeros(2, 4), torch.tensor([[0, 3], [1, 2]]), make_spec(4, 2), capacity)
 
 
+def other_dtypes(what: str, capacity: int | None) -> None:
+    """Ranks whose rows have other sizes, on the way to the experts or back."""
+    narrow = torch.bfloat16 if dist.get_rank() == BAD_RANK else torch.float32
+    rows = torch.zeros(20, 4, dtype=narrow if what == "hidden_states" else torch.float32)
+    layer = ExpertParallelMoE(
+        lambda rows, ids, weights: rows,
+        4,
+        2,
+        4,
+        group=dist.group.WORLD,
+        capacity=capacity,
+        combine_dtype=narrow if what == "combine_dtype" else torch.float32,
+    )
+    layer(rows, torch.tensor([[0, 3]] * 20), torch.ones(20, 2))
+
+
 def raises_inside_the_experts() -> None:
     """An error of one rank's experts: that rank raises it, and its workspace is free again."""
     bad = dist.get_rank() == BAD_RANK

@@ -45,9 +45,28 @@ def test_another_configuration_is_the_same_error_everywhere() -> None:
         text = "prepare_topk_route: every rank must have the same RouteSpec, ranks [1] differ from the others"
         assert [outcome[1:3] for outcome in outcomes] == [("RuntimeError", text)] * 3
         outcomes = cluster.outcomes(cases.other_capacity, timeout=40)
-        text = "prepare_static_route: every rank must have the same RouteSpec and capacity, ranks [1] differ"
+        text = "prepare_static_route: every rank must have the same RouteSpec, capacity and dtypes, ranks [1] differ"
         assert [outcome[1] for outcome in outcomes] == ["RuntimeError"] * 3
         assert all(text in outcome[2] for outcome in outcomes)
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("what", ["hidden_states", "combine_dtype"])
+def test_other_dtypes_are_the_same_error_everywhere(what: str) -> None:
+    """A transport would end the process, or return whatever lies in the rows, where sizes differ."""
+    cluster = Cluster(2, group_timeout=TIMEOUT)
+    try:
+        for capacity, text in (
+            (None, "prepare_topk_route: the dtypes of hidden_states and combined rows differ between ranks, got ["),
+            (
+                64,
+                "prepare_static_route: every rank must have the same RouteSpec, capacity and dtypes, ranks [1] differ",
+            ),
+        ):
+            outcomes = cluster.outcomes(cases.other_dtypes, what, capacity, timeout=40)
+            assert [outcome[1] for outcome in outcomes] == ["RuntimeError"] * 2, outcomes
+            assert all(text in outcome[2] for outcome in outcomes), outcomes
     finally:
         cluster.stop()
 
