@@ -64,7 +64,9 @@ def fused_mxfp4_moe_backward(
     row = torch.where(absent, torch.zeros_like(row_map), row_map)
     grad_weight = grad_weight.index_select(0, row.flatten()).view(row_map.shape)
     grad_weight = torch.where(absent, torch.zeros_like(grad_weight), grad_weight)
-    return combine(grad_x, row_map, None).to(hidden_states.dtype), grad_weight
+    # Selected away, not multiplied: what an expert of no weight does may be infinite.
+    used = torch.where(topk_weights == 0, torch.full_like(row_map, -1), row_map)
+    return combine(grad_x, used, None).to(hidden_states.dtype), grad_weight
 
 
 def _activation_gradient(

@@ -81,7 +81,8 @@ def moe_float32(
             if select_zero_weights:
                 chosen = chosen & (weights[:, k] != 0)
             token = torch.nonzero(chosen).reshape(-1)
-            rows = x[token] @ gate_up.t()  # [n, 2I]
+            used = (weights[token, k] != 0).unsqueeze(1)
+            rows = torch.where(used, x[token], x[token].detach()) @ gate_up.t()  # [n, 2I]
             if w13_bias is not None:
                 rows = rows + w13_bias[expert].to(torch.float32)
             hidden = swiglu(*split_gate_up(rows, w13_layout), activation, limit, alpha)  # [n, I]

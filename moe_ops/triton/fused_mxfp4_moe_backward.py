@@ -59,7 +59,7 @@ def compute(
     )
     row_bytes = hidden_size * 4 + intermediate * (12 + 2 * numbers.stored.itemsize)
     for tokens in pieces(num_tokens, top_k * row_bytes):
-        # Slots of weight 0 stay: they have a gradient of their own.
+        # Slots of weight 0 stay: the weight has a gradient.
         schedule = make_schedule(
             topk_ids[tokens], w13.num_experts, expert_map=expert_map, topk_weights=None, batch_invariant=False,
             tile_rows=numbers.tile_rows,
@@ -78,7 +78,9 @@ def compute(
         grad_x = x.new_empty((slots, hidden_size), dtype=torch.float32)
         for part in w13.parts(schedule):
             by_rows(grad_rows, part, numbers, grad_x, gather=False)
-        combine_rows(grad_x, schedule.row_map, None, grad_hidden_states[tokens])
+        # Selected away, not multiplied: what an expert of no weight does may be infinite.
+        used = torch.where(weights[tokens] == 0, -1, schedule.row_map)
+        combine_rows(grad_x, used, None, grad_hidden_states[tokens])
 
 
 def fused_mxfp4_moe_backward(

@@ -110,6 +110,45 @@ def test_weight_of_zero_has_a_gradient(ops, device):
     assert weights.grad[0, 1].item() == pytest.approx(alone.item(), rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("fill", ["reuse", "skip"])
+def test_experts_of_no_weight_leave_rows_without_gradient(ops, device, fill):
+    """Whatever they do: expert 1, which fills the slots of other ranks' experts, overflows."""
+    tensors = make_experts(4, 32, 64)
+    tensors["w13_scale"][1] = 254
+    experts = [tensor.to(device) for tensor in tensors.values()]
+    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32, device=device)
+    ids = torch.tensor([[1, 2], [4, 5], [2, 3]], device=device)
+    x = make_rows(3, 64, torch.float32).to(device).requires_grad_()
+    local, weights = ops.ep_remap(ids, torch.rand(3, 2, device=device), expert_map=expert_map, fill=fill)
+    ops.fused_mxfp4_moe(x, local, weights, *experts, w13_layout="gate_up")[1:].sum().backward()
+    assert x.grad[1].eq(0).all()
+    assert x.grad[2].isfinite().all() and x.grad[2].ne(0).any()
+
+
+def test_a_row_of_no_weight_has_no_gradient(ops, device):
+    experts = [tensor.to(device) for tensor in make_experts(2, 32, 64).values()]
+    x = make_rows(2, 64, torch.float32)
+    x[0] = float("inf")
+    x = x.to(device).requires_grad_()
+    weights = torch.tensor([[0.0, 0.0], [0.5, 0.0]], device=device)
+    ids = torch.tensor([[0, 1], [1, 0]], device=device)
+    ops.fused_mxfp4_moe(x, ids, weights, *experts, w13_layout="gate_up").sum().backward()
+    assert x.grad[0].eq(0).all()
+    assert x.grad[1].isfinite().all() and x.grad[1].ne(0).any()
+
+
+def test_nan_under_a_limit_has_no_gradient(ops, device):
+    """As in torch.clamp."""
+    experts = [tensor.to(device) for tensor in make_experts(2, 32, 64).values()]
+    x = make_rows(2, 64, torch.float32)
+    x[0, 5] = float("nan")
+    x = x.to(device).requires_grad_()
+    ids, weights = torch.tensor([[0], [1]], device=device), torch.ones(2, 1, device=device)
+    ops.fused_mxfp4_moe(x, ids, weights, *experts, w13_layout="gate_up", swiglu_limit=7.0).sum().backward()
+    assert x.grad[0].eq(0).all()
+    assert x.grad[1].isfinite().all() and x.grad[1].ne(0).any()
+
+
 def test_remap_gradient(ops, device):
     ids = torch.tensor([[5, 1], [0, 4], [9, -1]], device=device)
     weights = torch.rand(3, 2, device=device).requires_grad_()

@@ -394,6 +394,20 @@ def test_backward_matches_reference(ops, device, dtype, layout, activation):
     assert actual[1][ids < 0].eq(0).all()
 
 
+def test_backward_selects_experts_of_no_weight_away(ops, device):
+    """Expert 1 overflows, and so does what its gradient would be multiplied by."""
+    x, experts, (ids, routing) = make_rows(6, 64, torch.float32), make_experts(3, 32, 64), make_routing(6, 2, 3)
+    experts["w13_scale"][1] = 254
+    routing[ids == 1] = 0.0
+    options = {"w13_layout": "gate_up"}
+    args, _ = on(device, torch.ones(6, 64), x, ids, routing, *experts.values(), **options)
+    actual = ops.fused_mxfp4_moe_backward(*args, **options)[0]
+    without = torch.where(ids == 1, -1, ids)
+    expected = reference.fused_mxfp4_moe_backward(torch.ones(6, 64), x, without, routing, *experts.values(), **options)
+    assert (ids == 1).any()
+    close(actual, expected[0], torch.float32, "grad_hidden_states")
+
+
 GOOD = {"hidden": 64, "inter": 32, "experts": 2}
 
 

@@ -105,20 +105,23 @@ class Backward {
     }
   }
 
-  // Returns act(gate, up) and replaces both by their gradients for a gradient `grad` of it. A clamped side has none.
+  // Returns act(gate, up) and replaces both by their gradients for a gradient `grad` of it. A clamped side has none,
+  // nor has NaN under a limit, as in torch.clamp.
   float activate(float* gate, float* up, float grad) const {
     const bool oai = params_.kind == Activation::kSwigluOai;
     const float alpha = oai ? params_.alpha : 1.0f;
-    float g = *gate, u = *up, pass_g = 1, pass_u = 1;
+    float g = *gate, u = *up;
+    const bool pass_g = !params_.has_limit || g <= params_.limit;
+    const bool pass_u = !params_.has_limit || (u <= params_.limit && u >= -params_.limit);
     if (params_.has_limit) {
-      if (g > params_.limit) g = params_.limit, pass_g = 0;
-      if (u > params_.limit) u = params_.limit, pass_u = 0;
-      if (u < -params_.limit) u = -params_.limit, pass_u = 0;
+      if (g > params_.limit) g = params_.limit;
+      if (u > params_.limit) u = params_.limit;
+      if (u < -params_.limit) u = -params_.limit;
     }
     if (oai) u += 1;
     const float s = 1 / (1 + std::exp(-alpha * g)), silu = g * s;
-    *gate = pass_g * grad * u * (s + alpha * silu * (1 - s));
-    *up = pass_u * grad * silu;
+    *gate = pass_g ? grad * u * (s + alpha * silu * (1 - s)) : 0;
+    *up = pass_u ? grad * silu : 0;
     return silu * u;
   }
 
@@ -140,6 +143,8 @@ class Backward {
           }
         }
         for (int m = 0; m < n; ++m) {
+          // Selected away, not multiplied: what an expert of no weight does may be infinite.
+          if (job.slots[r + m].weight == 0) continue;
           float* out = grad_.grad_hidden_states + job.slots[r + m].token * hidden + b * kBlock;
           for (int c = 0; c < kBlock; ++c) out[c] += sum[m * kBlock + c];
         }
