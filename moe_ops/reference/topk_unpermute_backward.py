@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_ops._errors import require
+
 
 def topk_unpermute_backward(
     grad_output: torch.Tensor,
@@ -23,6 +25,10 @@ def topk_unpermute_backward(
     grad_weights = torch.zeros(
         (num_tokens, top_k) if weighted else (0,), dtype=torch.float32, device=grad_output.device
     )
+    named = row_map[(row_map >= 0) & (row_map < rows)]
+    values, times = named.unique(return_counts=True)
+    twice = ", ".join(f"row {row} twice" for row in values[times > 1].tolist()[:1])
+    require(not twice, "topk_unpermute_backward", "row_map", "a map to different rows", twice)
     for k in range(top_k):
         token = torch.nonzero((row_map[:, k] >= 0) & (row_map[:, k] < rows)).reshape(-1)
         row = row_map[token, k].to(torch.int64)

@@ -105,6 +105,18 @@ def test_backward_of_rows_without_a_slot_is_zero(ops, device):
     assert grad_weights.tolist() == [[16.0, 0.0]]
 
 
+def test_backward_refuses_a_row_that_is_named_twice(ops, device, backend):
+    """Two slots would write its gradient. Devices do not read the map on the host."""
+    if backend not in ("cpu", "reference"):
+        pytest.skip("the host reads the map on the CPU")
+    rows, grad = make_rows(3, 4, torch.float32), make_rows(2, 4, torch.float32)
+    row_map = torch.tensor([[0, 1], [-1, 1]], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="topk_unpermute_backward: row_map must be a map to different rows, got row 1 twice"
+    ):
+        ops.topk_unpermute_backward(grad, rows, row_map, None)
+
+
 def test_errors(ops, device, backend):
     if backend == "reference":
         pytest.skip("the reference does not check arguments")

@@ -1,5 +1,6 @@
 // topk_unpermute and its backward: a gather of a token's rows and one float32 sum in slot order.
 #include <cstring>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -101,6 +102,13 @@ std::tuple<Tensor, Tensor> topk_unpermute_backward(const Tensor& grad_output, co
     std::memset(result + begin * row_bytes, 0, (end - begin) * row_bytes);
   });
   // Each slot owns its row of the permuted buffer, so tokens can be handled in any order.
+  std::vector<bool> owned(static_cast<size_t>(rows));
+  for (int64_t q = 0; q < num_tokens * top_k; q++) {
+    if (slots[q] < 0 || slots[q] >= rows) continue;
+    MOE_REQUIRE(!owned[slots[q]], kOp, "row_map", "a map to different rows",
+                "row " + std::to_string(slots[q]) + " twice");
+    owned[slots[q]] = true;
+  }
   parallel_for(0, num_tokens, grain(width, top_k), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       for (int64_t q = t * top_k; q < (t + 1) * top_k; q++) {
