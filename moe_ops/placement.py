@@ -13,7 +13,8 @@ def select_deferred_experts(topk_ids: Tensor, topk_weights: Tensor, max_deferred
     """Split ids into those that run now and those that may run one layer late, token by token.
 
     Up to max_deferred valid slots of a token, those of lowest weight, are deferred. Of two equal weights the lower slot
-    stays immediate; a NaN weight counts as the largest. A token's split does not depend on the other tokens.
+    stays immediate; a NaN weight counts as the largest; a slot of weight 0 is no work and stays. A token's split does
+    not depend on the other tokens.
 
     topk_ids:     [T, K] int32 or int64; a negative id is no expert and stays -1 in both results.
     topk_weights: [T, K] float.
@@ -26,15 +27,16 @@ def select_deferred_experts(topk_ids: Tensor, topk_weights: Tensor, max_deferred
     valid = topk_ids >= 0
     weights = topk_weights.to(torch.float32)
     weights = torch.where(torch.isnan(weights), torch.inf, weights)
-    # Ascending and stable over reversed slots: of equal weights the higher slot comes first. Invalid slots come last.
-    order = torch.where(valid, weights, torch.inf).flip(1).argsort(dim=1, stable=True)
+    # Ascending and stable over reversed slots: of equal weights the higher slot comes first. No work comes last.
+    work = valid & (weights != 0)
+    order = torch.where(work, weights, torch.inf).flip(1).argsort(dim=1, stable=True)
     order = topk_ids.shape[1] - 1 - order
-    # A valid slot of weight inf must still come before the invalid ones.
-    order = order.gather(1, (~valid).gather(1, order).to(torch.int8).argsort(dim=1, stable=True))
+    # Work of weight inf must still come before what is none.
+    order = order.gather(1, (~work).gather(1, order).to(torch.int8).argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    late = valid & (rank < max_deferred)
+    late = work & (rank < max_deferred)
     none = torch.full_like(topk_ids, -1)
     return torch.where(valid & ~late, topk_ids, none), torch.where(late, topk_ids, none)
 

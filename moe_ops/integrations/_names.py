@@ -130,6 +130,9 @@ class PerExpert:
         for projection in (self.gate, self.up, self.down):
             base = f"{prefix}.{expert}.{projection}"
             weight, scale, bias = f"{base}.{self.weight}", f"{base}.{self.scale}", f"{base}.bias"
+            for name in (weight, scale):
+                if not has(name):
+                    raise ValueError(f"load_experts: {name} must be in the checkpoint, got no such tensor")
             codes[projection] = code_bytes(weight, read(weight))
             scales[projection] = scale_bytes(scale, read(scale))
             if has(bias):

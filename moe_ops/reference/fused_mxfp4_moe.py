@@ -28,6 +28,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float |
     "silu" with a limit: the DeepSeek-V4 expert; "swiglu_oai": the gpt-oss expert.
     """
     if limit is not None:
+        limit = min(limit, torch.finfo(torch.float32).max)  # a larger one limits nothing
         gate = gate.clamp(max=limit)
         up = up.clamp(min=-limit, max=limit)
     if activation == "swiglu_oai":

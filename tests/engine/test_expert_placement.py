@@ -28,6 +28,8 @@ NAN, INF = float("nan"), float("inf")
         ([4, 1, 6], [NAN, 0.5, 0.3], 2, [1, 2]),  # NaN counts as the largest
         ([4, 1, 6], [INF, -INF, NAN], 2, [1, 2]),
         ([4, -1, 6], [INF, 0.0, INF], 2, [0, 2]),
+        ([4, 1, 6], [0.0, 0.5, 0.3], 1, [2]),  # a weight of 0 is no work
+        ([4, 1, 6], [0.0, INF, -0.0], 2, [1]),
     ],
 )
 def test_one_token(ids, weights, max_deferred, late):
@@ -55,11 +57,13 @@ def test_partition(dtype):
         assert now.dtype == later.dtype == dtype and torch.equal(ids, before)
         assert torch.equal(torch.maximum(now, later), ids.clamp(min=-1))
         assert ((now == -1) | (later == -1)).all()
-        count = torch.minimum((ids >= 0).sum(1), torch.tensor(max_deferred))
+        work = (ids >= 0) & (weights != 0)
+        count = torch.minimum(work.sum(1), torch.tensor(max_deferred))
         assert torch.equal((later >= 0).sum(1), count)
         for row in range(0, 200, 17):  # every deferred weight is at most every immediate one
-            if (later[row] >= 0).any() and (now[row] >= 0).any():
-                assert weights[row][later[row] >= 0].max() <= weights[row][now[row] >= 0].min()
+            late, soon = work[row] & (later[row] >= 0), work[row] & (now[row] >= 0)
+            if late.any() and soon.any():
+                assert weights[row][late].max() <= weights[row][soon].min()
 
 
 def test_no_tokens():

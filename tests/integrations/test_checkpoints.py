@@ -217,6 +217,15 @@ def test_fp8_experts_under_the_same_names_are_refused_by_dtype(tmp_path: Path) -
         checkpoint.load_experts("layers.3.ffn.experts")
 
 
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    tensors = per_expert_file(make_experts(bias=False), "deepseek", "uint8", torch.int8)
+    del tensors["layers.3.ffn.experts.1.w3.scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = r"load_experts: layers\.3\.ffn\.experts\.1\.w3\.scale must be in the checkpoint, got no such tensor"
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match=text):
+        checkpoint.load_experts("layers.3.ffn.experts")
+
+
 def test_wrong_shape_is_named(tmp_path: Path) -> None:
     experts = make_experts(bias=False)
     tensors = per_expert_file(experts, "deepseek", "uint8", torch.uint8)

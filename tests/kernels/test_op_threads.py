@@ -76,6 +76,16 @@ def test_after_fork():
     assert subprocess.run([sys.executable, "-c", FORK], timeout=120, cwd=os.getcwd()).returncode == 0
 
 
+def test_an_unknown_instruction_set_is_refused_for_rows():
+    """They are chosen once in a process."""
+    code = (
+        "import torch, moe_ops; moe_ops.topk_unpermute(torch.zeros(2, 32), torch.tensor([[0, 1]], dtype=torch.int32))"
+    )
+    environment = {**os.environ, "MOE_OPS_CPU_ISA": "mmx"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "MOE_OPS_CPU_ISA must be one of" in result.stderr and "got 'mmx'" in result.stderr
+
+
 def test_unknown_instruction_set(monkeypatch):
     monkeypatch.setenv("MOE_OPS_CPU_ISA", "mmx")
     with pytest.raises(RuntimeError, match=r"MOE_OPS_CPU_ISA must be one of .*'scalar', got 'mmx'"):

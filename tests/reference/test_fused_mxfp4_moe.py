@@ -93,3 +93,8 @@ def test_backward_against_finite_differences():
         delta[index] = step
         numeric = (loss(x, routing + delta) - loss(x, routing - delta)) / (2 * step)
         assert grad_routing[index].item() == pytest.approx(numeric, rel=1e-2, abs=1e-3)
+
+
+def test_a_limit_beyond_float32_limits_nothing():
+    gate, up = torch.tensor([3.0, 1e30]), torch.tensor([2.0, -1e30])
+    assert torch.equal(swiglu(gate, up, "silu", 1e300, 1.0), swiglu(gate, up, "silu", None, 1.0))

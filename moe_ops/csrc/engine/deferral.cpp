@@ -22,7 +22,7 @@ Split split_deferred(const int64_t* ids, const float* weights, int64_t num_token
       int64_t lowest = -1;
       float lowest_weight = 0;
       for (int64_t k = 0; k < top_k; ++k) {
-        if (now[k] < 0) continue;
+        if (now[k] < 0 || weight[k] == 0) continue;  // no work
         float w = std::isnan(weight[k]) ? std::numeric_limits<float>::infinity() : weight[k];
         if (lowest < 0 || w <= lowest_weight) {
           lowest = k;

@@ -1,7 +1,6 @@
-#include <cstdlib>
-#include <cstring>
+#include <string>
 
-#include "cpu/kernels/cpu_features.h"
+#include "cpu/kernels/fused_mxfp4_moe.h"
 #include "cpu/kernels/row_ops.h"
 
 namespace moe_ops {
@@ -14,28 +13,12 @@ extern const RowOps kRowOps_avx512;
 
 namespace {
 
-struct Choice {
-  const RowOps* ops;
-  bool usable;
-};
-
+// As the experts' table says, whose names MOE_OPS_CPU_ISA has.
 const RowOps& choose() {
-  const char* wanted = std::getenv("MOE_OPS_CPU_ISA");
+  const std::string isa = fused_mxfp4_moe_isa();  // refuses a name that it does not have
 #if defined(__x86_64__)
-  // Best first. MOE_OPS_CPU_ISA names the best that may be used; names that this table does not have (amx) allow all.
-  const Choice choices[] = {
-      {&kRowOps_avx512, cpu_has_avx512()},
-      {&kRowOps_avx2, cpu_has_avx2()},
-  };
-  bool allowed = true;
-  for (const Choice& choice : choices) allowed &= !(wanted && std::strcmp(wanted, choice.ops->isa) == 0);
-  allowed &= !(wanted && std::strcmp(wanted, "scalar") == 0);
-  for (const Choice& choice : choices) {
-    allowed |= wanted && std::strcmp(wanted, choice.ops->isa) == 0;
-    if (allowed && choice.usable) return *choice.ops;
-  }
-#else
-  (void)wanted;
+  if (isa == "amx" || isa == kRowOps_avx512.isa) return kRowOps_avx512;
+  if (isa == kRowOps_avx2.isa) return kRowOps_avx2;
 #endif
   return kRowOps_scalar;
 }
