@@ -69,7 +69,7 @@ void gemm_f32(const Tile* tiles, int num_tiles, int64_t num_blocks, const float*
       multiply_float_chunk<1>, multiply_float_chunk<2>, multiply_float_chunk<3>};
   alignas(64) FloatChunk weights;
   for (int begin = 0; begin < num_rows; begin += kMostRows) {
-    const int count = num_rows - begin < kMostRows ? num_rows - begin : kMostRows;
+    const int count = std::min(kMostRows, num_rows - begin);
     for (int t = 0; t < num_tiles; ++t) {
       alignas(32) __m256 sums[kMostRows][4] = {};
       for (int64_t first = 0; first < num_blocks; first += kFloatChunkBlocks) {
@@ -257,8 +257,8 @@ void multiply_chunk(const Chunk& chunk, int first_row, int64_t first_block, int 
       for (int m = 0; m < M; ++m) {
         const __m256i x = broadcast_dword(&chunk.rows[first_row + m][b][2 * p]);
         // Sums in place: else the compiler runs out of registers, and a sum in memory waits for its store.
-        const __m256i p0 = _mm256_madd_epi16(w0, x), p1 = _mm256_madd_epi16(w1, x);
-        asm("vpaddd %2, %0, %0\n\tvpaddd %3, %1, %1" : "+x"(dot[m][0]), "+x"(dot[m][1]) : "x"(p0), "x"(p1));
+        asm("vpaddd %1, %0, %0" : "+x"(dot[m][0]) : "x"(_mm256_madd_epi16(w0, x)));
+        asm("vpaddd %1, %0, %0" : "+x"(dot[m][1]) : "x"(_mm256_madd_epi16(w1, x)));
       }
     }
 #pragma GCC unroll 4
@@ -280,7 +280,7 @@ void gemm_q16_many(const Tile* tiles, int num_tiles, int64_t num_blocks, const Q
                                                       multiply_chunk<4>};
   Chunk chunk;
   for (int64_t first = 0; first < num_blocks; first += kChunkBlocks) {
-    const int count = static_cast<int>(num_blocks - first < kChunkBlocks ? num_blocks - first : kChunkBlocks);
+    const int count = static_cast<int>(std::min<int64_t>(kChunkBlocks, num_blocks - first));
     for (int m = 0; m < num_rows; ++m) {
       for (int b = 0; b < count; ++b) join_digits(rows[m].digits + 2 * kBlock * (first + b), chunk.rows[m][b]);
     }
@@ -294,7 +294,7 @@ void gemm_q16_many(const Tile* tiles, int num_tiles, int64_t num_blocks, const Q
         for (int half = 0; half < 2; ++half) chunk.scales[b][half] = block_scale(scales, half);
       }
       for (int m = 0; m < num_rows; m += kRowsAtOnce) {
-        const int n = num_rows - m < kRowsAtOnce ? num_rows - m : kRowsAtOnce;
+        const int n = std::min(kRowsAtOnce, num_rows - m);
         float* to = out + m * out_stride + t * kTileRows;
         kByRows[n - 1](chunk, m, first, count, rows + m, to, out_stride);
       }
